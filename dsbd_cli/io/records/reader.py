@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import orjson
 
-from dsbd_cli.config.chat import ChatConfig
+from dsbd_cli.config.chat import NO_CHAT, ChatConfig
 from dsbd_cli.config.grammars import Grammar
 from dsbd_cli.config.method import check_request
 from dsbd_cli.config.sampling import SamplingConfig
@@ -20,7 +20,7 @@ from dsbd_cli.io.records.input_forms import SOURCES, ParsedRow, as_written, othe
 from dsbd_cli.io.records.parse import decoded, parse_object
 from dsbd_cli.io.records.request_fields import MAX_NEW_TOKENS, MAX_STOP_BYTES, MAX_STOPS
 from dsbd_cli.io.records.row import Fields, Form, LongLine, Row, content_key, readable
-from dsbd_cli.requests import NO_CHAT, Request, check_ends, check_seed, derive_seed
+from dsbd_cli.requests import Request, check_ends, check_seed, derive_seed
 
 WARP_FIELDS = {"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0}  # by name: the value that asks for no warp
 # Token rules that are fields of a row, and none of SamplingConfig: name -> JSON types of their values, in words.
