@@ -224,7 +224,7 @@ class _GenerateRun:
             read = read_lines if table is None else lines_reader(table)
             reader = stack.enter_context(LineReader(stream, name, read=read))
             flow = self._flow(reader, outputs)
-            self._answer(flow, outputs, summary)
+            self._answer(flow, reader, outputs, summary)
             if self._shard is not None:
                 reader.check()
                 outputs.complete(flow.input_end)
@@ -269,13 +269,15 @@ class _GenerateRun:
         if self._has_plain_prompt and self._has_template and self._files.chat is None:
             self.reporter.warn(CHAT_OR_NOT)
 
-    def _answer(self, flow: RowFlow, outputs: Outputs, summary: Summary) -> None:
+    def _answer(self, flow: RowFlow, reader: LineReader, outputs: Outputs, summary: Summary) -> None:
         totals = self.reporter.totals
         try:
             if self._needs_engine(flow, outputs):
                 self._run(flow, outputs, summary)
-            elif outputs.is_empty:
+            elif outputs.is_empty and reader.complete:
                 outputs.begin()  # a run without rows has to make its file, too
+            if self._signals.number is None and reader.complete:
+                outputs.drop_gone()
             outputs.finish()
         except TooManyErrorsError as error:
             raise TooManyErrorsError(f"{error}; {self._how_to_resume()}") from None
@@ -285,11 +287,6 @@ class _GenerateRun:
         if (number := self._signals.number) is not None:
             self.reporter.summary(f"stopped: {totals.line()}; {self._how_to_resume()}", always=True)
             raise StoppedError(number)
-        if outputs.done.left:
-            self.reporter.warn(
-                f"{self._files.output} holds {plural(outputs.done.left, 'record')} of rows that are not in the input "
-                "any more"
-            )
         self.reporter.summary(totals.line())
 
     def _needs_engine(self, flow: RowFlow, outputs: Outputs) -> bool:

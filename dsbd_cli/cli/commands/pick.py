@@ -294,10 +294,10 @@ class _PickRun:
                     writer.flush()
                     continue
                 done = outputs.done.take(row.id, row.key)
-                if isinstance(self._chooser, ByReward) and row.has_id and (done or row.error is not None):
+                if isinstance(self._chooser, ByReward) and (done is not None or row.error is not None):
                     self._chooser.pass_over(row)
-                if done:
-                    totals.skipped += 1
+                if done is not None:
+                    totals.skip(done)
                     continue
                 try:
                     lines = self._lines(row)
@@ -307,6 +307,8 @@ class _PickRun:
                     writer.write(line)
                 check_errors(totals.failed, self._files.max_errors, f"; {self._how_to_resume()}")
             writer.flush()
+            if self._signals.number is None and reader.complete:
+                outputs.drop_gone()
         if self._signals.number is not None:
             self._reporter.summary(f"stopped: {self._summary_line()}; {self._how_to_resume()}", always=True)
             raise StoppedError(self._signals.number)

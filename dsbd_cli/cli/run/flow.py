@@ -152,8 +152,8 @@ class RowFlow:
                     continue
             row = self._read_row(line, index=index, number=number)
             self._note_id(row)
-            if self._done.take(row.id, row.key):
-                self._reporter.totals.skipped += 1
+            if (found := self._done.take(row.id, row.key)) is not None:
+                self._reporter.totals.skip(found)
                 self._reporter.at(self._position, skipped=True)
                 continue
             for warning in row.warnings:
@@ -164,6 +164,8 @@ class RowFlow:
     def _note_id(self, row: Row) -> None:
         """Warn of an id that was used before, because it matters to whoever joins on ids. Memory for this is
         bounded."""
+        if row.id is None:
+            return
         name = hash(row.id)
         if name in self._ids:
             self._reporter.totals.duplicates += 1

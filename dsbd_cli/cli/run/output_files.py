@@ -16,7 +16,7 @@ from dsbd_cli.cli.options.options import STANDARD, FileOptions
 from dsbd_cli.cli.options.settings import TYPED
 from dsbd_cli.cli.run.files import is_special, output_format, resumes
 from dsbd_cli.cli.run.progress import Reporter
-from dsbd_cli.errors import OutputError, UsageError
+from dsbd_cli.errors import OutputError, UsageError, plural
 from dsbd_cli.io.lines.compression import frame_maker
 from dsbd_cli.io.lines.jsonl import LineWriter
 from dsbd_cli.io.lines.lock import open_locked
@@ -118,6 +118,22 @@ class Outputs:
         if self._writers is not None:
             self._writers[0].close()
 
+    def drop_gone(self) -> None:
+        """Drop the failed records of an earlier run whose rows are gone or mended, and tell of it and of answers to
+        rows that are gone.
+
+        To be called before `finish`, when all rows of the input are known. Raises OutputError.
+        """
+        gone, left, output = self.done.failed.total(), self.done.answered.total(), self._files.output
+        if gone:
+            assert self._output is not None
+            assert output is not None
+            self._output, _ = drop_failed(self._output, output, self.done.failed)
+            self._stack.callback(self._output.close)
+            self._reporter.warn(f"{output}: {plural(gone, 'failed record')} dropped, whose rows are gone or mended")
+        if left:
+            self._reporter.warn(f"{output} holds {plural(left, 'record')} of rows that are not in the input any more")
+
     def complete(self, end: InputEnd) -> None:
         """Note in the settings file that all rows of a part are written."""
         assert self._files.output is not None
@@ -163,7 +179,6 @@ class Outputs:
             stream.seek(end)
         else:
             self._check_steps(output)
-        totals.skipped_failed = self.done.failed
         if self._steps is not None:
             assert self._files.stats is not None
             truncate_at(self._steps, finished_steps(self._steps, self._files.stats, self.done))

@@ -46,6 +46,7 @@ class LineReader:
         self._held: deque[NumberedLine] = deque()
         self._held_bytes = 0
         self._ended = self._closed = False
+        self.complete = False  # whether all lines were given out, and no error ended the reading early
         self._error: DsbdError | None = None
         self._stream = _Stoppable(stream)
         # A daemon, because a read from a stream that cannot be polled may never return.
@@ -61,6 +62,7 @@ class LineReader:
             left = None if lines else time.monotonic()
             if not lines:
                 if self._ended and not self._held:
+                    self.complete = self._error is None
                     return
                 yield None
             while lines and not self._closed:

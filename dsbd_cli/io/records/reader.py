@@ -13,11 +13,11 @@ from dsbd_cli.config.method import check_request
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.config.token_rules import SEPARATOR, named_rules, written_rules
 from dsbd_cli.config.variants import RULES
-from dsbd_cli.errors import MOST_INTEGER, InvalidRowError, UsageError, shorten
+from dsbd_cli.errors import MOST_INTEGER, InvalidRowError, UsageError, is_utf8, shorten
 from dsbd_cli.io.records.fields import Messages, has_functions, messages, response_format, text
 from dsbd_cli.io.records.file_roots import file_of_row
 from dsbd_cli.io.records.input_forms import SOURCES, ParsedRow, as_written, other_names, parsed_row
-from dsbd_cli.io.records.parse import decoded, parse_object
+from dsbd_cli.io.records.parse import decoded, parse_object, readable_fields
 from dsbd_cli.io.records.request_fields import MAX_NEW_TOKENS, MAX_STOP_BYTES, MAX_STOPS
 from dsbd_cli.io.records.row import Fields, Form, LongLine, Row, content_key, readable
 from dsbd_cli.requests import NO_CHAT, Request, check_ends, check_seed, derive_seed
@@ -93,7 +93,6 @@ class RowReader:
 
         index: of the row, from 0. number: of the line, from 1. Nothing in the line raises.
         """
-        row_id = str(index)
         raw: Fields = {}
         metadata: object | None = None
         warnings: tuple[str, ...] = ()
@@ -101,7 +100,7 @@ class RowReader:
         overruled = False
         try:
             raw = parse_object(readable(line))
-            row_id = own_id(raw, row_id, "id", "custom_id")
+            row_id = own_id(raw, str(index), "id", "custom_id")
             parsed = parsed_row(raw)
             form, row = parsed.form, parsed.fields
             metadata = row.get("metadata")
@@ -112,23 +111,23 @@ class RowReader:
                 warnings += self._overruled(number)
         except (InvalidRowError, UsageError) as error:
             failure = InvalidRowError(f"line {number}: {as_written(str(error), raw)}")
-            return Row(index, number, row_id, None, failure, metadata, _raw_key(row_id, line), warnings, (), form)
+            failed_id = id_of_failed(raw, line, index, "id", "custom_id")
+            return Row(index, number, failed_id, None, failure, metadata, _raw_key(failed_id, line), warnings, (), form)
         row["id"] = row_id
         key = content_key(_asked_for(row))
         written = other_names(raw)
         return Row(index, number, row_id, request, None, metadata, key, warnings, written, form, overruled)
 
-    def read_prompt(self, line: bytes | LongLine, *, index: int) -> tuple[str, Prompt | InvalidRowError]:
+    def read_prompt(self, line: bytes | LongLine, *, index: int) -> tuple[str | None, Prompt | InvalidRowError]:
         """Return a row's id and its prompt or messages, whatever options it has, or why they cannot be read. For speech
-        or a picture it is the text beside it, or ""."""
-        row_id = str(index)
+        or a picture it is the text beside it, or "". The id is that of a Row."""
         raw: Fields = {}
         try:
             raw = parse_object(readable(line))
-            row_id = own_id(raw, row_id, "id", "custom_id")
+            row_id = own_id(raw, str(index), "id", "custom_id")
             prompt, chat, _ = self._asked(parsed_row(raw).fields)
         except (InvalidRowError, UsageError) as error:
-            return row_id, InvalidRowError(as_written(str(error), raw))
+            return id_of_failed(raw, line, index, "id", "custom_id"), InvalidRowError(as_written(str(error), raw))
         return row_id, chat or prompt or ""
 
     def read_text(self, line: bytes | LongLine, *, index: int, number: int) -> Row:
@@ -479,7 +478,22 @@ def own_id(raw: Fields, default: str, *names: str) -> str:
     return value
 
 
-def _raw_key(row_id: str, line: bytes | LongLine) -> str:
+def id_of_failed(raw: Fields, line: bytes | LongLine, index: int, *names: str) -> str | None:
+    """Return the id of a row that failed, as `own_id` does; None where it cannot be read.
+
+    raw: the row's fields; empty where the line was refused before they were known.
+    """
+    fields = line.fields if isinstance(line, LongLine) else raw or readable_fields(line)
+    if fields is None:
+        return None
+    try:
+        row_id = own_id(fields, str(index), *names)
+    except InvalidRowError:
+        return None
+    return row_id if is_utf8(row_id) else None
+
+
+def _raw_key(row_id: str | None, line: bytes | LongLine) -> str:
     if isinstance(line, LongLine):
-        line = b"%d:%b" % (line.size, line.head)
+        line = b"%d:%b%b" % (line.size, line.head, line.reason.encode())
     return content_key(orjson.dumps(row_id) + line)

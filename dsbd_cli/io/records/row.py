@@ -22,11 +22,13 @@ class LongLine:
     Attributes:
         size: bytes of the line. head: its first bytes.
         reason: why it cannot be read; empty: it is too long.
+        fields: the fields that say the row's id, where these could be read; None where they could not.
     """
 
     size: int
     head: bytes = b""
     reason: str = ""
+    fields: Fields | None = None
 
 
 def readable(line: bytes | LongLine) -> bytes:
@@ -51,7 +53,8 @@ class Row:
     Attributes:
         index: index among the rows, from 0.
         number: number of its line in the input, from 1; blank lines count here, though they are no rows.
-        id: `id` or `custom_id` of the row, else its index.
+        id: `id` or `custom_id` of the row, its index where it has neither; None for a row that failed and whose id
+            cannot be read.
         request: the request for the engine.
         error: why the row cannot be answered; the message begins with `line <number>: `.
         metadata: any JSON value that came with the row and is written into its record.
@@ -65,7 +68,7 @@ class Row:
 
     index: int
     number: int
-    id: str
+    id: str | None
     request: Request | None
     error: RowError | None
     metadata: object | None
