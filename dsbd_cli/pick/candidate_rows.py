@@ -9,7 +9,7 @@ from dsbd_cli.errors import InvalidRowError, shorten
 from dsbd_cli.io.records.input_forms import as_written
 from dsbd_cli.io.records.parse import decoded, parse_object
 from dsbd_cli.io.records.reader import id_of_failed, own_id
-from dsbd_cli.io.records.row import Fields, LongLine, content_key, held_bytes, readable
+from dsbd_cli.io.records.row import Fields, Line, content_key, held_bytes, readable
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class CandidateRow:
     error: InvalidRowError | None = None
 
 
-def record_row(line: bytes | LongLine, *, index: int, number: int) -> CandidateRow:
+def record_row(line: Line, *, index: int, number: int) -> CandidateRow:
     """Read the row of a native record or of a line of an OpenAI batch output. Whatever is wrong with the line becomes
     the row's error, and is never raised."""
     key = content_key(held_bytes(line))
@@ -63,7 +63,7 @@ def _id_names(record: Fields) -> tuple[str, ...]:
     return ("custom_id",) if "custom_id" in record else ("id",)
 
 
-def _failed_id(record: Fields, line: bytes | LongLine, index: int) -> str | None:
+def _failed_id(record: Fields, line: Line, index: int) -> str | None:
     """Return the id of a row without candidates; None where its record says that it could not be read."""
     names = _id_names(record)
     if "error" in record and record.get(names[0]) is None:
@@ -71,7 +71,7 @@ def _failed_id(record: Fields, line: bytes | LongLine, index: int) -> str | None
     return id_of_failed(record, line, index, *names)
 
 
-def group_of_lines(lines: Sequence[bytes | LongLine], *, index: int, number: int) -> CandidateRow:
+def group_of_lines(lines: Sequence[Line], *, index: int, number: int) -> CandidateRow:
     """Make the row of several lines that are a candidate each. number: line number of the first."""
     key = content_key(b"%d\n" % index + b"\n".join(map(held_bytes, lines)))
     try:

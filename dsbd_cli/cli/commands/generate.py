@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import orjson
@@ -32,6 +33,8 @@ from dsbd_cli.cli.run.files import (
     count_rows,
     file_hash,
     how_to_resume,
+    input_columns,
+    input_header,
     lacks_input,
     open_input_lines,
     output_format,
@@ -49,13 +52,14 @@ from dsbd_cli.cli.run.signals import StoppedError, StopSignals
 from dsbd_cli.cli.run.summary import Summary, rows_exit_code
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.variants import INDEX
-from dsbd_cli.errors import option_name, plural
+from dsbd_cli.errors import UsageError, option_name, plural
 from dsbd_cli.io.lines.jsonl import read_lines
 from dsbd_cli.io.lines.line_reader import LineReader
-from dsbd_cli.io.lines.tables import lines_reader
+from dsbd_cli.io.lines.tables import Header, lines_reader
+from dsbd_cli.io.records.beam_record import carried_columns
 from dsbd_cli.io.records.file_roots import files_root
-from dsbd_cli.io.records.record_parts import MethodRecord, run_fingerprint
-from dsbd_cli.io.records.row import LongLine, Row
+from dsbd_cli.io.records.record_parts import CarriedColumn, MethodRecord, run_fingerprint
+from dsbd_cli.io.records.row import Line, Row
 from dsbd_cli.models.checkpoints.digest import checkpoint_digest, commit_of
 
 if TYPE_CHECKING:
@@ -183,6 +187,7 @@ class _GenerateRun:
             chat=settings.rows.chat or None,
             input_format="text" if files.input_format == "text" else "auto",
             output_format=files.output_format or "native",
+            columns=files.columns,
             allow=None if settings.allow is None else file_hash("--allow", settings.allow),
             chat_template=None if settings.chat_template is None else text_hash(settings.chat_template),
             chat_template_kwargs=None if kwargs is None else orjson.dumps(kwargs, option=orjson.OPT_SORT_KEYS).decode(),
@@ -217,11 +222,19 @@ class _GenerateRun:
             # bytes do not measure the progress in a table, whose rows have other sizes than the lines made of them
             self.reporter.input_bytes, rows = size if table is None else None, count_rows(self._files, size)
             self.reporter.input_rows = rows if rows is None or self._shard is None else self._shard.rows(rows)
-            outputs = stack.enter_context(Outputs(self._files, self._fingerprint, self.reporter))
+            header = input_header(self._files)
+            if header is not None and table is not None:
+                for note in header.notes(table):
+                    self.reporter.warn(note)
+            if output_format(self._files).carries:
+                self._method = replace(self._method, carried=self._carried(table, header))
+            outputs = stack.enter_context(
+                Outputs(self._files, self._fingerprint, self.reporter, carried=self._method.carried)
+            )
             settings = {**self._fingerprint, "batch_size": self._settings.batch_size, **self._commits}
             summary = stack.enter_context(Summary(self._files.summary, self.reporter.totals, settings))
             stack.callback(self.reporter.stop)
-            read = read_lines if table is None else lines_reader(table)
+            read = read_lines if table is None else lines_reader(table, input_columns(self._files))
             reader = stack.enter_context(LineReader(stream, name, read=read))
             flow = self._flow(reader, outputs)
             self._answer(flow, reader, outputs, summary)
@@ -229,6 +242,17 @@ class _GenerateRun:
                 reader.check()
                 outputs.complete(flow.input_end)
         return rows_exit_code(self.reporter.totals)
+
+    def _carried(self, table: Path | None, header: Header | None) -> tuple[CarriedColumn, ...]:
+        """Return the columns of an input table that an output table repeats. Raises UsageError."""
+        if header is not None:
+            return carried_columns(header.columns.carried, header.kinds)
+        if table is not None and not table.is_file():
+            raise UsageError(
+                f"--output-format {self._files.output_format} repeats columns of {table}, which is no ordinary file: "
+                "they are not known before it is read, so write records (--output-format native)"
+            )
+        return ()
 
     def _flow(self, reader: LineReader, outputs: Outputs) -> RowFlow:
         source = None if self._files.input == STANDARD else self._files.input
@@ -249,7 +273,7 @@ class _GenerateRun:
     def _noting(self, read: ReadRow) -> ReadRow:
         """Return a reader of rows that reports the first plain prompt, and the first answer that is not continued."""
 
-        def noting(line: bytes | LongLine, *, index: int, number: int) -> Row:
+        def noting(line: Line, *, index: int, number: int) -> Row:
             row = read(line, index=index, number=number)
             if row.request is None:
                 return row

@@ -34,6 +34,10 @@ CHATS = "Chats and prompts"
 JOB = "Options from a file"
 STANDARD = Path("-")
 CHAT = "put each prompt through the target's chat template, as one message of a user; --no-chat: as it stands"
+COLUMNS = (
+    "of an input table: FIELD=COLUMN,... takes fields from columns of other names (prompt=question,id=key), FIELD "
+    "alone from the column of its name, and FIELD= from none"
+)
 MAX_ERRORS = "end the run with exit code 1 when N rows have failed"
 
 InputFormat = Literal["auto", "strict", "text"]
@@ -57,8 +61,9 @@ class StreamOptions:
 
 @dataclass(frozen=True)
 class RowFileOptions:
-    """Options of where the files are that rows name."""
+    """Options of how a file of rows is read: the columns of a table, and where the files are that rows name."""
 
+    columns: str | None = option(FILES, COLUMNS, metavar="NAMES")
     files_under: Path | None = option(
         FILES,
         "the only folder, with those inside, that rows may name files in (audio, image); their paths begin there",

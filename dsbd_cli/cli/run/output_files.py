@@ -33,20 +33,27 @@ from dsbd_cli.io.lines.resume import (
     whole_size,
     write_settings,
 )
-from dsbd_cli.io.records.record_parts import fingerprint_difference
+from dsbd_cli.io.records.beam_record import csv_line
+from dsbd_cli.io.records.record_parts import CarriedColumn, fingerprint_difference
 
 
 class Outputs:
     """Output files of a run. Entering the `with` block opens and locks them; `begin` makes them ready to be written."""
 
     def __init__(
-        self, files: FileOptions, settings: Settings, reporter: Reporter, typed: Mapping[str, str] = TYPED
+        self,
+        files: FileOptions,
+        settings: Settings,
+        reporter: Reporter,
+        typed: Mapping[str, str] = TYPED,
+        carried: tuple[CarriedColumn, ...] = (),
     ) -> None:
         """settings: of the run, which one that goes on must share. reporter: is told what an earlier run has left.
-        typed: names of the settings as the user types them."""
+        typed: names of the settings as the user types them. carried: columns of the input that a table repeats."""
         self.done = DoneRows()
         self.created = int(time.time())
         self._files, self._settings, self._reporter, self._typed = files, settings, reporter, typed
+        self._carried = carried
         self._stack = ExitStack()
         self._output: io.FileIO | None = None
         self._steps: io.FileIO | None = None
@@ -105,12 +112,12 @@ class Outputs:
             from dsbd_cli.io.lines.parquet_writer import TableWriter
 
             assert self._output is not None, "a Parquet file is an ordinary one"
-            records: LineWriter = TableWriter(self._output, str(output), form.columns)
+            records: LineWriter = TableWriter(self._output, str(output), form.columns, self._carried)
             self._stack.enter_context(records)
         else:
             records = self._writer(output, self._output)
             if form.columns:
-                records.write(",".join(form.columns).encode())
+                records.write(csv_line([*form.columns, *(column.name for column in self._carried)]))
         return records, None if steps is None else self._writer(steps, self._steps)
 
     def finish(self) -> None:

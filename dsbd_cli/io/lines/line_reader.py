@@ -29,7 +29,7 @@ class LineReader:
     """An iterator over (line number, line), or None when no line has come within about 20 ms.
 
         with LineReader(stream, "prompts.jsonl") as source:
-            for item in source:  # tuple[int, bytes | LongLine] | None
+            for item in source:  # tuple[int, Line] | None
 
     Pass the line as it is to RowReader.read or read_text. A read error ends the iteration like the end of the file, so
     that the lines before it can still be answered. Then `check()`, or leaving the `with` block without an exception,

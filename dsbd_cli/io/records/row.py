@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
+
+import orjson
 
 from dsbd_cli.errors import InvalidRowError, RowError, shorten
 from dsbd_cli.requests import Request
@@ -31,8 +34,28 @@ class LongLine:
     fields: Fields | None = None
 
 
-def readable(line: bytes | LongLine) -> bytes:
+@dataclass(frozen=True, slots=True)
+class TableRow:
+    """A row of a table.
+
+    Attributes:
+        line: the JSON line that asks for the same.
+        carried: JSON object of the cells that are no fields, by column: they go into the metadata.
+        names: field -> name of its column.
+    """
+
+    line: bytes
+    carried: bytes
+    names: Mapping[str, str]
+
+
+Line = bytes | TableRow | LongLine
+
+
+def readable(line: Line) -> bytes:
     """Return the line. Raises InvalidRowError for one that is too long, or was no row of its table."""
+    if isinstance(line, TableRow):
+        return line.line
     if not isinstance(line, LongLine):
         return line
     if line.reason:
@@ -41,9 +64,23 @@ def readable(line: bytes | LongLine) -> bytes:
     raise InvalidRowError(f"the line has {line.size} bytes, but must have at most {MAX_LINE_BYTES}: {shown}")
 
 
-def held_bytes(line: bytes | LongLine) -> bytes:
+def held_bytes(line: Line) -> bytes:
     """Return the bytes of a line, or the first ones of a line that is not held."""
+    if isinstance(line, TableRow):
+        return line.line + line.carried
     return line.head if isinstance(line, LongLine) else line
+
+
+def with_carried(metadata: object | None, line: Line) -> object | None:
+    """Return the metadata of a row, and the other cells of its table's row, by column.
+
+    A name that both have stands for the cell. Metadata that are no object then stand under the name metadata.
+    """
+    carried = orjson.loads(line.carried) if isinstance(line, TableRow) else {}
+    if not carried:
+        return metadata
+    own = {} if metadata is None else metadata if isinstance(metadata, dict) else {"metadata": metadata}
+    return {**own, **carried}
 
 
 @dataclass(frozen=True, slots=True)
