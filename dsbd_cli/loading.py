@@ -18,6 +18,7 @@ from dsbd_cli.config.checking import check_value, refuse, require
 from dsbd_cli.config.method import DEFAULT_BATCH_SIZE, MethodConfig, check_engine_options
 from dsbd_cli.config.model import BUILTIN_DRAFT, BUILTIN_TARGET, ModelSpec, OnTooLong
 from dsbd_cli.config.variants import INDEX
+from dsbd_cli.engine.constraints.answer_files import check_answer_file
 from dsbd_cli.errors import UsageError, reading, shorten
 from dsbd_cli.models.chat import begin_rendering, check_template
 from dsbd_cli.models.checkpoints.hub import locate, locate_adapters, stored_bytes
@@ -209,6 +210,7 @@ def _check_list(allow: str) -> None:
         raise UsageError(message, field="allow", value=allow)
     if not os.path.isfile(allow):
         raise UsageError(f"allow is {shorten(allow)}, which is no file", field="allow", value=allow)
+    check_answer_file(Path(allow))
 
 
 @contextlib.contextmanager

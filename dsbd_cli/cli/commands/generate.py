@@ -298,8 +298,10 @@ class _GenerateRun:
         try:
             if self._needs_engine(flow, outputs):
                 self._run(flow, outputs, summary)
-            elif outputs.is_empty and reader.complete:
-                outputs.begin()  # a run without rows has to make its file, too
+            else:
+                reader.check()
+                if outputs.is_empty:
+                    outputs.begin()  # a run without rows has to make its file, too
             if self._signals.number is None and reader.complete:
                 outputs.drop_gone()
             outputs.finish()

@@ -19,7 +19,8 @@ from dsbd_cli.config.variant import Format
 from dsbd_cli.config.variants import FORMATS
 from dsbd_cli.errors import UsageError, is_utf8, reading, require_package, shorten
 from dsbd_cli.io.lines.compression import check_whole, compression, open_input
-from dsbd_cli.io.lines.jsonl import BOM, HEAD_BYTES, check_new, read_lines
+from dsbd_cli.io.lines.encoding import check_text_file
+from dsbd_cli.io.lines.jsonl import BOM, check_new, read_lines
 from dsbd_cli.io.lines.replace import check_replaceable
 from dsbd_cli.io.lines.resume import settings_file
 from dsbd_cli.io.lines.tables import Header, check_table, count_table_rows, is_table, table_header
@@ -195,6 +196,8 @@ def open_input_lines(
             plain = compression(path) is None
             if files.input_format != "text":
                 check_rows_file(path, input_columns(files))
+            elif path.is_file():
+                check_text_file(path)
             size = path.stat().st_size if path.is_file() and plain else None
             if path.is_file() and not plain:
                 check_whole(path)
@@ -211,8 +214,7 @@ def check_rows_file(path: Path, rules: ColumnRules = BY_NAME) -> None:
     if is_table(path):
         check_table(path, rules)
     elif path.is_file():
-        with open_input(path) as stream:
-            begin = stream.read(HEAD_BYTES)
+        begin = check_text_file(path)
         if begin.removeprefix(BOM).lstrip()[:1] == b"[":
             raise UsageError(f"{path} holds a JSON array, but rows are lines with an object each: {ARRAY_HINT}")
 

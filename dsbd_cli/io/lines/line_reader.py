@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, BinaryIO, Self
 
 from dsbd_cli.errors import DsbdError, one_line
+from dsbd_cli.io.lines.encoding import check_encoding
 from dsbd_cli.io.lines.jsonl import BLOCK_BYTES, NumberedLine, ReadLines, read_lines
 from dsbd_cli.io.records.row import held_bytes
 
@@ -84,6 +85,8 @@ class LineReader:
         try:
             for line in self._read_lines(io.BufferedReader(self._stream, BLOCK_BYTES)):
                 number = line[0]
+                if number == 1:
+                    check_encoding(held_bytes(line[1]), self._name)
                 if not self._offer(line):
                     break
         except DsbdError as error:

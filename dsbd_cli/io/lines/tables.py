@@ -22,6 +22,7 @@ from dsbd_cli.errors import (
     shown_names,
 )
 from dsbd_cli.io.lines.compression import ending, open_input
+from dsbd_cli.io.lines.encoding import check_text_file
 from dsbd_cli.io.lines.jsonl import BLOCK_BYTES, BOM, HEAD_BYTES, NumberedLine, ReadLines, read_lines
 from dsbd_cli.io.records.cells import BY_NAME, SETTING, SOURCES, ColumnRules, Columns, columns_of, id_fields, table_row
 from dsbd_cli.io.records.row import MAX_LINE_BYTES, Fields, LongLine, TableRow
@@ -97,8 +98,11 @@ def check_table(path: Path, rules: ColumnRules = BY_NAME) -> None:
         if not path.is_file():
             raise UsageError(f"{path} is no ordinary file: Parquet is not read from a pipe")
     if path.is_file():
-        with reading(str(path)), open_input(path) as stream:
-            next(lines_reader(path, rules)(stream), None)
+        with reading(str(path)):
+            if ending(path) != PARQUET:
+                check_text_file(path)
+            with open_input(path) as stream:
+                next(lines_reader(path, rules)(stream), None)
 
 
 def count_table_rows(path: Path) -> int | None:

@@ -11,6 +11,7 @@ import orjson
 
 from dsbd_cli.errors import InvalidRowError, UsageError, as_utf8, reading, shorten
 from dsbd_cli.io.lines.compression import open_input
+from dsbd_cli.io.lines.encoding import check_text_file
 from dsbd_cli.io.lines.tables import check_table, is_table, lines_reader, table_header
 from dsbd_cli.io.records.cells import BY_NAME, ColumnRules
 from dsbd_cli.io.records.file_roots import FILE_FIELDS, files_root
@@ -160,6 +161,9 @@ def _rows(path: Path, columns: ColumnRules = BY_NAME) -> Iterator[tuple[int, Fie
     """Yield number and object of every line that is not blank, or of every row of a table. Raises UsageError."""
     if is_table(path):
         check_table(path, columns)
+    elif path.is_file():
+        with reading(str(path)):
+            check_text_file(path)
     found = False
     with reading(str(path)), open_input(path) as stream:
         for number, line in lines_reader(path, columns)(stream):
