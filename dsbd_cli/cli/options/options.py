@@ -119,6 +119,11 @@ class JobOptions:
         JOB, "TOML file with any of these options and settings by their long names", callback=read_job
     )
     print_config: bool | None = switch(JOB, "print the options as such a file, and answer nothing")
+    dry_run: bool | None = switch(
+        MAIN,
+        "read the whole input with the tokenizer and no model, and print what a run would do: rows to answer, bad rows "
+        "with reasons, tokens; write nothing; with --set log=json print it as JSON",
+    )
 
 
 @dataclass(frozen=True)

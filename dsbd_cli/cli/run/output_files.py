@@ -16,7 +16,7 @@ from dsbd_cli.cli.options.options import STANDARD, FileOptions
 from dsbd_cli.cli.options.settings import TYPED
 from dsbd_cli.cli.run.files import is_special, output_format, resumes
 from dsbd_cli.cli.run.progress import Reporter
-from dsbd_cli.errors import OutputError, UsageError, plural
+from dsbd_cli.errors import OutputError, UsageError, plural, reading
 from dsbd_cli.io.lines.compression import frame_maker
 from dsbd_cli.io.lines.jsonl import LineWriter
 from dsbd_cli.io.lines.lock import open_locked
@@ -35,6 +35,33 @@ from dsbd_cli.io.lines.resume import (
 )
 from dsbd_cli.io.records.beam_record import csv_line
 from dsbd_cli.io.records.record_parts import CarriedColumn, fingerprint_difference
+
+
+def read_earlier_run(files: FileOptions, settings: Settings) -> tuple[DoneRows, int]:
+    """Return the rows that an earlier run has done, and how many failed ones are to be answered again, of a run that
+    would go on with --output. Nothing is changed. Raises UsageError as the run would."""
+    output = files.output
+    if output is None or not resumes(files) or not output.is_file():
+        return DoneRows(), 0
+    with reading(f"--output {output}"), io.FileIO(output, "rb") as stream:
+        if not stream.seek(0, io.SEEK_END):
+            return DoneRows(), 0
+        _check_settings(files, settings, TYPED)
+        done = read_done(stream, output, whole_size(stream))
+    retried = done.failed.total() if files.existing == "retry" else 0
+    return (DoneRows(done.answered), retried) if retried else (done, 0)
+
+
+def _check_settings(files: FileOptions, settings: Settings, typed: Mapping[str, str]) -> int:
+    """Return when the run began that wrote --output. Raises UsageError where it had other settings."""
+    assert files.output is not None
+    before, created, _ = read_run(files.output, "--existing resume")
+    if difference := fingerprint_difference(before, settings, typed):
+        raise UsageError(
+            f"--existing {files.existing}: {files.output} was made with other settings: {difference}; use the same, or "
+            "name another file"
+        )
+    return created
 
 
 class Outputs:
@@ -166,12 +193,7 @@ class Outputs:
         output, totals = self._files.output, self._reporter.totals
         assert output is not None
         if stream.seek(0, io.SEEK_END) > 0:
-            before, self.created, _ = read_run(output, "--existing resume")
-            if difference := fingerprint_difference(before, self._settings, self._typed):
-                raise UsageError(
-                    f"--existing {self._files.existing}: {output} was made with other settings: {difference}; "
-                    "use the same, or name another file"
-                )
+            self.created = _check_settings(self._files, self._settings, self._typed)
             end = whole_size(stream)
             self.done = read_done(stream, output, end)
             self._check_steps(output)
