@@ -239,7 +239,7 @@ class AnswerOptions:
     allow: str | None = option(
         MAIN,
         "the only answers that may come out: FILE.json, a JSON schema; FILE.lark, a Lark grammar; "
-        "regex:PATTERN, in Rust's syntax; any other file, a list: one answer per line, or in a .jsonl objects with "
+        "regex:PATTERN, in Rust's syntax; any other file, a list: one answer per line, or in a .jsonl or a .csv "
         "text or token_ids, and id and catalogue if wanted",
         metavar="WHAT",
     )
