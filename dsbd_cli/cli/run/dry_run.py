@@ -43,8 +43,9 @@ class RowTally:
         if error is not None:
             kind = type(error).__name__
             self.errors[kind] += 1
-            fault = {"index": row.index, "line": row.number, "id": row.id, "type": kind, "message": str(error)}
-            self.bad.append(fault)
+            self.bad.append(
+                {"index": row.index, "line": row.number, "id": row.id, "type": kind, "message": str(error)}
+            )
         return b""
 
 

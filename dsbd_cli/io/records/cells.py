@@ -118,7 +118,9 @@ def columns_of(names: list[str], rules: ColumnRules = BY_NAME) -> Columns:
 
 def _by_name(names: list[str], mapped: Mapping[str, str]) -> list[str]:
     """Return the columns that are fields because of their names. mapped: fields that have a column already."""
-    found = [name for name in ("id", "custom_id") if name in names and "id" not in mapped][:1]
+    found = list[str]()
+    if "id" not in mapped:
+        found += [name for name in ("id", "custom_id") if name in names][:1]
     sources = [name for name in SOURCES if name in mapped]
     if sources == ["image"]:
         found += [name for name in ("prompt",) if name in names]
