@@ -244,6 +244,12 @@ def test_messages_name_the_column(tmp_path: Path) -> None:
     (tmp_path / "in.csv").write_text("question,my heat\np,hot\n")
     [row] = rows_of(tmp_path / "in.csv", column_rules("prompt=question,temperature=my heat"))
     assert str(row.error) == "line 2: 'my heat' is 'hot', but must be a number"
+    (tmp_path / "empty.csv").write_text("question,url,body\n,x,\n")
+    [row] = rows_of(tmp_path / "empty.csv", column_rules("prompt=question"))
+    assert str(row.error) == "line 2: question is empty"
+    (tmp_path / "empty.csv").write_text("url,body,id\n,,x\n")
+    [row] = rows_of(tmp_path / "empty.csv")
+    assert str(row.error) == "line 2: body is empty"
     [row] = rows_of(tmp_path / "in.csv", column_rules("messages=question"))
     assert str(row.error).startswith("line 2: question is 'p', but must be a non-empty list")
 
@@ -369,7 +375,7 @@ def test_values_of_parquet_that_no_field_takes_are_the_errors_of_their_rows(tmp_
     assert messages == [
         "line 1: prompt is b'bytes' of type bytes, which no field takes",
         "line 2: prompt is b'' of type bytes, which no field takes",
-        "line 3: neither prompt nor messages is given",
+        "line 3: prompt is empty",
     ]
     assert count_table_rows(path) == 3
 

@@ -43,9 +43,7 @@ class RowTally:
         if error is not None:
             kind = type(error).__name__
             self.errors[kind] += 1
-            self.bad.append(
-                {"index": row.index, "line": row.number, "id": row.id, "type": kind, "message": str(error)}
-            )
+            self.bad.append({"index": row.index, "line": row.number, "id": row.id, "type": kind, "message": str(error)})
         return b""
 
 
@@ -104,9 +102,10 @@ def dry_run_lines(document: dict[str, object]) -> list[str]:
         facts.append(("cut", rows["truncated"], f"on their left, to fit into {tokens['positions']:,} positions"))
     if rows["duplicate_ids"]:
         facts.append(("double ids", rows["duplicate_ids"], ""))
-    if rows["gone"] or rows["failed_gone"]:
-        gone = f"records of rows that are not in the input, and {rows['failed_gone']} of failed ones, which are dropped"
-        facts.append(("gone", rows["gone"], gone))
+    if rows["failed_gone"]:
+        facts.append(("dropped", rows["failed_gone"], "failed records, whose rows are gone or mended"))
+    if rows["gone"]:
+        facts.append(("gone", rows["gone"], "records of rows that are not in the input any more"))
     if tokens["median"] is not None:
         longest = f"longest {tokens['longest']:,} (line {tokens['longest_line']})"
         facts.append(("prompt tokens", tokens["total"], f"median {tokens['median']:,g}, {longest}"))

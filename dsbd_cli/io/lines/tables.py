@@ -24,7 +24,8 @@ from dsbd_cli.errors import (
 from dsbd_cli.io.lines.compression import ending, open_input
 from dsbd_cli.io.lines.encoding import check_text_file
 from dsbd_cli.io.lines.jsonl import BLOCK_BYTES, BOM, HEAD_BYTES, NumberedLine, ReadLines, read_lines
-from dsbd_cli.io.records.cells import BY_NAME, SETTING, SOURCES, ColumnRules, Columns, columns_of, id_fields, table_row
+from dsbd_cli.io.records.cells import BY_NAME, SETTING, ColumnRules, Columns, columns_of, id_fields, table_row
+from dsbd_cli.io.records.input_forms import SOURCES
 from dsbd_cli.io.records.row import MAX_LINE_BYTES, Fields, LongLine, TableRow
 
 if TYPE_CHECKING:

@@ -46,6 +46,7 @@ NUMBERS = (
     *("temperature", "top_p", "min_p", "length_penalty"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
+NO_SOURCE = "neither prompt nor messages is given"
 MAX_WARNED = 100
 MAX_KNOWN = 256  # checked option sets, and names of checked grammars, that are kept
 MAX_KNOWN_BYTES = 4096  # of an option set that is kept
@@ -183,7 +184,7 @@ class RowReader:
         if len(given) > 1 and given != ["prompt", "image"]:
             raise InvalidRowError(f"{given[0]} and {given[1]} are both given: give one of them")
         if not given:
-            raise InvalidRowError("neither prompt nor messages is given")
+            raise InvalidRowError(NO_SOURCE)
         prompt = text(row, "prompt") if "prompt" in row else None
         chat, continued = messages(row["messages"]) if "messages" in row else (None, False)
         if self.chat and prompt is not None and "image" not in row:  # beside a picture it is the decoder's, no message
@@ -484,6 +485,9 @@ def _as_written(message: str, raw: Fields, line: Line) -> str:
     message = as_written(message, raw)
     if not isinstance(line, TableRow):
         return message
+    if message == NO_SOURCE:
+        source = next(name for name in (*SOURCES, "body") if name in line.names)
+        return f"{shown_name(line.names[source])} is empty"
     name = re.split(r"[ .\[]", message, maxsplit=1)[0]
     column = line.names.get(name, name)
     return message if column == name else shown_name(column) + message[len(name) :]

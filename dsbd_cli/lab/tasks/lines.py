@@ -150,7 +150,9 @@ def _record(row: Row, request: Request, gold: Fields, how: AnswerScore) -> TaskR
     reference = how.reference(gold["reference"]) if "reference" in gold else ""
     # only the best answer is scored; how many are requested is up to the method
     sampling = dataclasses.replace(request.sampling, n_best=1, token_logprobs=False, top_logprobs=0)
-    return TaskRecord(request.id, request.prompt or "", reference, meta, dataclasses.replace(request, sampling=sampling))
+    return TaskRecord(
+        request.id, request.prompt or "", reference, meta, dataclasses.replace(request, sampling=sampling)
+    )
 
 
 def _nothing(record: TaskRecord, text: str) -> Mapping[str, float]:
