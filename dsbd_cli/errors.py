@@ -88,6 +88,11 @@ def shown_names(names: Sequence[str]) -> str:
 MOST_INTEGER = 2**31 - 1  # of any setting
 
 
+def shown_name(name: str) -> str:
+    """Return a name for a message, shortened and in quotes where it is no word."""
+    return name if name.isidentifier() else shorten(name)
+
+
 def is_utf8(text: str) -> bool:
     """Return whether a text can be written as UTF-8: half a surrogate pair cannot."""
     return text.isascii() or text.isprintable() or not any("\ud800" <= letter <= "\udfff" for letter in text)
@@ -102,6 +107,7 @@ def as_utf8(text: str) -> str:
 SETTINGS = (
     "chat_template",
     "chat_template_kwargs",
+    "columns",
     "early_stopping",
     "fuzzy_tolerance",
     "gpu",

@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from dsbd_cli.config.checking import check_value, refuse, require
 from dsbd_cli.config.method import DEFAULT_BATCH_SIZE, MethodConfig, check_engine_options
 from dsbd_cli.config.model import BUILTIN_DRAFT, BUILTIN_TARGET, ModelSpec, OnTooLong
 from dsbd_cli.config.variants import INDEX
+from dsbd_cli.engine.constraints.answer_files import check_answer_file
 from dsbd_cli.errors import UsageError, reading, shorten
 from dsbd_cli.models.chat import begin_rendering, check_template
 from dsbd_cli.models.checkpoints.hub import locate, locate_adapters, stored_bytes
@@ -26,7 +28,9 @@ from dsbd_cli.requests import EngineInfo
 from dsbd_cli.threads import MOST_THREADS, processors, sleep_sooner, wait_without_spinning
 
 if TYPE_CHECKING:
+    from dsbd_cli.engine.decoding.dry_engine import DryEngine
     from dsbd_cli.engine.decoding.engine import Engine
+    from dsbd_cli.models.tokenizer import HFCodec
 
 CPU_FACTS = Path("/proc/cpuinfo")
 GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # of drivers: of NVIDIA, AMD and Windows
@@ -123,11 +127,7 @@ def load(
         if spec.device == "cpu" or (spec.device == "auto" and not torch.cuda.is_available()):
             compile_beside("iteration")  # while models are loaded
         pair = load_pair(spec, draft_spec, bridged=draft_spec is not None and method.bridges)
-    if template is not None:
-        check_template(template)
-    pair.codec.use_template(template, chat_template_kwargs)
-    if chat_template_kwargs and not pair.codec.has_template:
-        refuse("chat_template_kwargs", chat_template_kwargs, f"target {spec.source} has no chat template: drop it")
+    _use_template(pair.codec, spec.source, template, chat_template_kwargs)
     width, catalogue_notes = pair.target.vocab_size, list[str]()
     catalogues = {} if allow is None else open_catalogues(Path(allow), pair.codec, width, catalogue_notes.append)
     info = EngineInfo(
@@ -159,6 +159,53 @@ def load(
     )
     prove_captures(engine)
     return engine
+
+
+def load_dry(
+    target: ModelSpec,
+    draft: ModelSpec | None,
+    *,
+    method: MethodConfig,
+    on_too_long: OnTooLong = "error",
+    allow: Path | None = None,
+    chat_template: str | None = None,
+    chat_template_kwargs: Mapping[str, object] | None = None,
+) -> DryEngine:
+    """Return an engine that checks requests as the one of `load` does, with the tokenizer and no model.
+
+    chat_template: the text of one. The other arguments are those of `load`. Nothing is downloaded. Raises ModelNotFoundError, ModelError, UnsupportedModelError and UsageError.
+    """
+    from dsbd_cli.engine.constraints.catalogues import open_catalogues
+    from dsbd_cli.engine.constraints.grammar import GrammarCompiler
+    from dsbd_cli.engine.decoding.dry_engine import DryEngine
+    from dsbd_cli.engine.decoding.encode import Encoder
+    from dsbd_cli.models.checkpoints.catalog import local_folder
+    from dsbd_cli.models.heads.formats import is_head
+    from dsbd_cli.models.load_model import read_small_files
+
+    begin_rendering(local_folder(target), *locate_adapters(target))
+    facts, codec = read_small_files(target)
+    _use_template(codec, target.source, chat_template, chat_template_kwargs)
+    drafted = None  # a head has the target's positions, and one that bridges has its own cache
+    if draft is not None and not draft.in_target and not method.bridges and not is_head(local_folder(draft)):
+        drafted = read_small_files(draft)[0]
+    notes: list[str] = []
+    catalogues = {} if allow is None else open_catalogues(allow, codec, facts.vocab_size, notes.append)
+    grammars = GrammarCompiler(codec, facts.vocab_size)
+    encoder = Encoder(facts, drafted, codec, method, on_too_long, sys.maxsize, catalogues, grammars)  # type: ignore[arg-type] # the facts are what it asks a model for
+    info = EngineInfo(
+        target.source, None if draft is None else draft.source, "", "", chat=codec.has_template, notes=tuple(notes)
+    )
+    return DryEngine(encoder, codec.read_ahead, info)
+
+
+def _use_template(codec: HFCodec, target: str, template: str | None, kwargs: Mapping[str, object] | None) -> None:
+    """Set the chat template of a run and its variables. target: name for messages. Raises UsageError."""
+    if template is not None:
+        check_template(template)
+    codec.use_template(template, kwargs)
+    if kwargs and not codec.has_template:
+        refuse("chat_template_kwargs", kwargs, f"target {target} has no chat template: drop it")
 
 
 def _specs(target: ModelRef, draft: ModelRef | None, kernels: bool | None) -> tuple[ModelSpec, ModelSpec | None]:
@@ -210,6 +257,7 @@ def _check_list(allow: str) -> None:
         raise UsageError(message, field="allow", value=allow)
     if not os.path.isfile(allow):
         raise UsageError(f"allow is {shorten(allow)}, which is no file", field="allow", value=allow)
+    check_answer_file(Path(allow))
 
 
 @contextlib.contextmanager

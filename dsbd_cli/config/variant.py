@@ -213,6 +213,7 @@ class Format(Variant):
         resumable: its lines say which rows they answer, as a native record or an OpenAI line does, so that a run can be
             resumed.
         columns: the column names that a table begins with: as a line with commas between them, or as Parquet has them.
+        carries: columns of an input table that are no fields stand behind these, as `method.carried` says.
         parquet: records go into a Parquet file.
         writes_beams: every reported beam is written; else the best text alone.
         writes_tokens: ids and log-probabilities of tokens are written where they are asked for.
@@ -220,6 +221,7 @@ class Format(Variant):
 
     resumable: bool = False
     columns: tuple[str, ...] = ()
+    carries: bool = False
     parquet: bool = False
     writes_beams: bool = True
     writes_tokens: bool = True

@@ -303,8 +303,9 @@ FORMATS: dict[str, Format] = _table(
     Format(
         name="csv",
         make="dsbd_cli.io.records.beam_record:csv_record",
-        text=f"a line per beam: {', '.join(BEAM_COLUMNS)}",
+        text=f"a line per beam: {', '.join(BEAM_COLUMNS)}, and the columns of an input table that are no fields",
         columns=BEAM_COLUMNS,
+        carries=True,
         writes_tokens=False,
     ),
     Format(
@@ -312,6 +313,7 @@ FORMATS: dict[str, Format] = _table(
         make="dsbd_cli.io.records.beam_record:parquet_record",
         text="the same columns in a Parquet file (needs the extra parquet)",
         columns=BEAM_COLUMNS,
+        carries=True,
         parquet=True,
         writes_tokens=False,
     ),

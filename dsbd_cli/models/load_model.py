@@ -19,10 +19,17 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.config.model import ModelSpec
+from dsbd_cli.config.token_rules import TokenRules
 from dsbd_cli.errors import UnsupportedModelError, one_line, out_of_memory
 from dsbd_cli.models import verdicts
 from dsbd_cli.models.checkpoints.adapters import notes_on_tokenizer
-from dsbd_cli.models.checkpoints.generation import CheckpointSettings, read_generation
+from dsbd_cli.models.checkpoints.catalog import local_folder
+from dsbd_cli.models.checkpoints.generation import (
+    CheckpointSettings,
+    checkpoint_rules,
+    positions_of,
+    read_generation,
+)
 from dsbd_cli.models.checkpoints.gguf_parts import gguf_parts
 from dsbd_cli.models.checkpoints.head import read_head, trimmed_target
 from dsbd_cli.models.checkpoints.hub import ADAPTER_CONFIG, locate, locate_adapters, stored_bytes
@@ -44,7 +51,7 @@ from dsbd_cli.models.decoder.load import DecoderCheckpoint, build_decoder, diffe
 from dsbd_cli.models.decoder.spec import DecoderSpec
 from dsbd_cli.models.forest_model import BaseForestModel, SelfTestReport, unsupported
 from dsbd_cli.models.stored_tokenizer import store, stored
-from dsbd_cli.models.tokenizer import HFCodec, bytes_of_tokens
+from dsbd_cli.models.tokenizer import AheadCodec, HFCodec, bytes_of_tokens
 from dsbd_cli.models.verdicts import LIMITS, Verdict
 from dsbd_cli.ops.cpu.ahead import end_touching
 from dsbd_cli.ops.select import GPU_LAYERS, ops_for
@@ -336,6 +343,44 @@ class _DecoderLoad:
 def _load_quietly(place: Path, spec: ModelSpec) -> Any:
     with quiet():
         return load_tokenizer(place, spec)
+
+
+@dataclass(frozen=True, slots=True)
+class UnloadedModel:
+    """Facts about a model that its small files tell. vocab_size: V. max_positions: None where there is no limit."""
+
+    vocab_size: int
+    max_positions: int | None
+    token_rules: TokenRules
+
+
+def read_small_files(spec: ModelSpec) -> tuple[UnloadedModel, AheadCodec]:
+    """Return the facts of a decoder-only model and its codec; no weights are loaded, and nothing is fetched.
+
+    Raises ModelNotFoundError, ModelError, and UnsupportedModelError for a model with an encoder.
+    """
+    place = local_folder(spec)
+    generation = read_generation(place) if place.is_dir() else {}
+    known = verdicts.read_verdict(verdicts.fingerprint(spec, place, *locate_adapters(spec)))
+    if known is not None and known.get("plain"):
+        found = _recalled(known)
+        if (tokenizer := stored(known["tokenizer"], partial(_load_quietly, place, spec))) is not None:
+            settings = CheckpointSettings(found.architecture, found.eos, generation)
+            decoder = found.decoder_spec
+            facts = UnloadedModel(decoder.vocabulary, decoder.positions, checkpoint_rules(settings))
+            return facts, AheadCodec(tokenizer, eos_ids(settings, tokenizer, spec))
+    with quiet():
+        config = load_config(place, spec)
+        tokenizer = load_tokenizer(place, spec)
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(
+            f"{spec.role} model {spec.source!r} has an encoder, whose input is not made without the model: only a "
+            "decoder-only target takes --dry-run"
+        )
+    text = config.get_text_config(decoder=True)
+    settings = CheckpointSettings.of(config, generation)
+    facts = UnloadedModel(text.vocab_size, positions_of(text), checkpoint_rules(settings))
+    return facts, AheadCodec(tokenizer, eos_ids(settings, tokenizer, spec))
 
 
 def _adapted(spec: ModelSpec) -> tuple[BaseForestModel, HFCodec]:

@@ -260,6 +260,27 @@ class HFCodec:
         return self._all_bytes
 
 
+class AheadCodec(HFCodec):
+    """HFCodec that tokenizes the plain prompts to come together, which takes less time than one by one."""
+
+    _ahead: Mapping[str, list[int]] = {}
+
+    def read_ahead(self, prompts: list[str]) -> dict[str, list[int]]:
+        """Tokenize prompts and return their ids, those of a prompt that is its own text. Prompts that the tokenizer
+        fails on are left to `encode`."""
+        try:
+            ids = self._encoded(prompts, add_special_tokens=True) if prompts else []
+        except InvalidRowError:
+            ids = []
+        self._ahead = found = dict(zip(prompts, ids, strict=False))
+        return found
+
+    def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        if add_special_tokens and text in self._ahead:
+            return list(self._ahead[text])
+        return super()._ids(text, add_special_tokens=add_special_tokens)
+
+
 def bytes_of_tokens(tokenizer: Tokenizer) -> list[bytes]:
     """Return the bytes of every token, as HFCodec.token_bytes does."""
     vocabulary = tokenizer.get_vocab()

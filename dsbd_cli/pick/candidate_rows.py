@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from dsbd_cli.errors import InvalidRowError, shorten
 from dsbd_cli.io.records.input_forms import as_written
 from dsbd_cli.io.records.parse import decoded, parse_object
-from dsbd_cli.io.records.reader import own_id
-from dsbd_cli.io.records.row import Fields, LongLine, content_key, held_bytes, readable
+from dsbd_cli.io.records.reader import id_of_failed, own_id
+from dsbd_cli.io.records.row import Fields, Line, content_key, held_bytes, readable
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,41 +27,51 @@ class Candidate:
 class CandidateRow:
     """A row and its candidates, best first. Exactly one of `candidates` and `error` is set.
 
-    number: line in the input, from 1. key: hash of the line, by which a resumed run recognises the row. has_id: False
-    where the line was not read as far as its id, which is the row's number then.
+    number: line in the input, from 1. id: the row's number where the record has none; None where it cannot be read, or
+    was not when the record was made. key: hash of the line, by which a resumed run recognises the row.
     """
 
     index: int
     number: int
-    id: str
+    id: str | None
     key: str
     candidates: tuple[Candidate, ...] = ()
     metadata: object | None = None
     error: InvalidRowError | None = None
-    has_id: bool = True
 
 
-def record_row(line: bytes | LongLine, *, index: int, number: int) -> CandidateRow:
+def record_row(line: Line, *, index: int, number: int) -> CandidateRow:
     """Read the row of a native record or of a line of an OpenAI batch output. Whatever is wrong with the line becomes
     the row's error, and is never raised."""
-    row_id = str(index)
-    key, has_id = content_key(held_bytes(line)), False
+    key = content_key(held_bytes(line))
     record: Fields = {}
     try:
         record = parse_object(readable(line))
-        row_id = own_id(record, row_id, "custom_id", "id")  # the id of an OpenAI line is that of its response
-        has_id = True
+        row_id = own_id(record, str(index), *_id_names(record))
         if (failed := record.get("error")) is not None:
             message = failed.get("message") if isinstance(failed, dict) else failed
             raise InvalidRowError(f"the row had failed before: {shorten(message)}")
         found, metadata = _of_openai(record) if "response" in record else _of_native(record)
     except InvalidRowError as error:
         failure = InvalidRowError(f"line {number}: {as_written(str(error), record)}")
-        return CandidateRow(index, number, row_id, key, error=failure, has_id=has_id)
+        return CandidateRow(index, number, _failed_id(record, line, index), key, error=failure)
     return CandidateRow(index, number, row_id, key, found, metadata)
 
 
-def group_of_lines(lines: Sequence[bytes | LongLine], *, index: int, number: int) -> CandidateRow:
+def _id_names(record: Fields) -> tuple[str, ...]:
+    """Return the names of the field that holds a row's id. The `id` of an OpenAI line is that of its response."""
+    return ("custom_id",) if "custom_id" in record else ("id",)
+
+
+def _failed_id(record: Fields, line: Line, index: int) -> str | None:
+    """Return the id of a row without candidates; None where its record says that it could not be read."""
+    names = _id_names(record)
+    if "error" in record and record.get(names[0]) is None:
+        return None
+    return id_of_failed(record, line, index, *names)
+
+
+def group_of_lines(lines: Sequence[Line], *, index: int, number: int) -> CandidateRow:
     """Make the row of several lines that are a candidate each. number: line number of the first."""
     key = content_key(b"%d\n" % index + b"\n".join(map(held_bytes, lines)))
     try:

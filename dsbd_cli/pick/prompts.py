@@ -35,7 +35,7 @@ class PromptsById:
         while (found := self._next(row_id)) is not None:
             if not isinstance(found, InvalidRowError):
                 return found
-            fault = found  # another line may have this id: that of a line without one is its number
+            fault = found  # another line may have this id
         raise fault or InvalidRowError(f"id is {row_id!r}, which {self._name} does not hold")
 
     def pass_over(self, row_id: str) -> None:
@@ -52,6 +52,8 @@ class PromptsById:
             if row is None:
                 return None
             number, seen_id, prompt = row
+            if seen_id is None:
+                continue
             if self._passed_over[seen_id] > 0:
                 self._passed_over[seen_id] -= 1
                 continue
@@ -79,6 +81,7 @@ class ByReward:
 
     def choose(self, row: CandidateRow) -> Choice:
         """Choose by reward. Raises InvalidRowError where the prompt is missing or too long."""
+        assert row.id is not None, "a row with candidates has an id"
         prompt = self._prompts.of(row.id)
         if prompt and isinstance(prompt, str) and self._on_plain is not None:
             self._on_plain()
@@ -88,5 +91,6 @@ class ByReward:
         return Choice(best, {"reward": rewards[best], "rewards": [round(value, 6) for value in rewards]})
 
     def pass_over(self, row: CandidateRow) -> None:
-        """Go on without a choice for this row, whose id is its own."""
-        self._prompts.pass_over(row.id)
+        """Go on without a choice for this row."""
+        if row.id is not None:
+            self._prompts.pass_over(row.id)

@@ -82,6 +82,68 @@ WRONG: dict[str, tuple[list[object], str]] = {
 }
 
 
+TABLE = 'note,text,id,catalogue\n"a, b", fox,7,\n,"says ""no""\nor not",,\n\n,red,r,colours\n'
+
+
+def test_answers_of_a_table(tmp_path: Path) -> None:
+    """As its reader sees them, header and quotes included."""
+    wanted = {"": [(" fox", b'"7"'), ('says "no"\nor not', b"")], "colours": [("red", b'"r"')]}
+    for name, text in (("c.csv", TABLE), ("c.tsv", "text\tid\tcatalogue\n fox\t7\n"), ("c.CSV", "\ufeff" + TABLE)):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        if name == "c.tsv":
+            with pytest.raises(UsageError, match=r"c.tsv line 2: the row has 2 cells, but the header has 3"):
+                catalogues.read_catalogues(tmp_path / name)
+            continue
+        found = catalogues.read_catalogues(tmp_path / name)
+        assert {name: [(one.text, one.id) for one in some] for name, some in found.items()} == wanted
+        assert [one.place.rpartition(" ")[2] for some in found.values() for one in some] == ["2", "3", "6"]
+    (tmp_path / "t.csv").write_text('token_ids\n"[1, 2]"\n')
+    assert [one.tokens for one in catalogues.read_catalogues(tmp_path / "t.csv")[""]] == [(1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("c.csv", b"yes\nno\n", "no column is called text or token_ids; there are 'yes': rename the column of the"),
+        ("c.csv", b"text,text\na,b\n", "the column text stands twice"),
+        ("c.csv", b'text\n"a"b\n', "line 2: not valid CSV"),
+        ("c.csv", b"text\n\xff\n", "c.csv is not UTF-8"),
+        ("c.parquet", b"PAR1", "c.parquet is Parquet, which is not read"),
+        ("c.txt.gz", b"\x1f\x8b", "c.txt.gz is compressed, which is not read"),
+        (
+            "c.txt",
+            "yes\nno\n".encode("utf-16"),
+            "c.txt is UTF-16, but must be UTF-8; convert it with: iconv -f UTF-16 -t",
+        ),
+        (
+            "c.lark",
+            "start: x".encode("utf-32"),
+            "c.lark is UTF-32, but must be UTF-8; convert it with: iconv -f UTF-32",
+        ),
+    ],
+)
+def test_a_file_that_holds_no_answers_is_refused_before_a_model_is_loaded(
+    dsbd: Callable[..., Outcome], tmp_path: Path, name: str, data: bytes, message: str
+) -> None:
+    (tmp_path / name).write_bytes(data)
+    outcome = dsbd("generate", "--allow", str(tmp_path / name))
+    assert (outcome.code, outcome.out, outcome.loads, outcome.err.count("\n")) == (2, "", [], 1)
+    assert message in outcome.err
+
+
+def test_answers_that_differ_by_blanks_at_the_end_are_told(tmp_path: Path) -> None:
+    told: list[str] = []
+    rows = [{"text": text, "catalogue": name} for name, text in (("a", " x"), ("a", " y"), ("b", " x "))]
+    catalogues.open_catalogues(lines(tmp_path / "c.jsonl", *rows), codec(), 400, told.append)
+    assert told == []
+    path = lines(tmp_path / "c.txt", " x", " y", " x  ", " z", " x ")
+    catalogues.open_catalogues(path, codec(), 400, told.append)
+    assert told == [
+        f"{path} line 1: the answer ' x' differs from ' x ', which is allowed too, by blanks at the end alone "
+        "(2 answers are like this)"
+    ]
+
+
 def codec() -> HFCodec:
     return HFCodec(wrap(byte_level()), (0,))
 

@@ -34,7 +34,7 @@ ROWS = [record("a", "x", "y", "y"), record("b", "z", "z"), {"id": "c", "error": 
 def test_one_line_for_every_line(dsbd: Dsbd) -> None:
     done = dsbd("pick", "--by", "vote", lines=[*ROWS, "no record"])
     assert done.code == 3
-    assert [line["id"] for line in done.records] == ["a", "b", "c", "3"]
+    assert [line["id"] for line in done.records] == ["a", "b", "c", None]
     assert [line.get("text") for line in done.records] == ["y", "z", None, None]
     assert done.records[0]["pick"] == {
         "by": "vote", "beam": 1, "of": 3, "answer": "y", "votes": 2, "share": 0.666667, "answers": 2,
@@ -398,7 +398,7 @@ def test_rows_of_one_id_get_their_own_prompts(dsbd: Dsbd, reward: Path, tmp_path
 def test_ids_are_read_as_generate_reads_them(dsbd: Dsbd, bad: object) -> None:
     """pandas makes integers of ids. Guards a row's number in place of its id, which joins the wrong rows."""
     done = dsbd("pick", "--by", "score", lines=[{**ROWS[1], "id": 17}, {**ROWS[1], "id": bad}, ROWS[1]])
-    assert [line["id"] for line in done.records] == ["17", "1", "b"]
+    assert [line["id"] for line in done.records] == ["17", None, "b"]
     assert "must be a non-empty string or an integer" in done.records[1]["error"]["message"]  # type: ignore[index]
 
 

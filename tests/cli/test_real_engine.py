@@ -102,7 +102,7 @@ def test_every_method_answers(generate: Call, options: str, tmp_path: Path) -> N
     stats = tmp_path / "steps.jsonl"
     records = generate(*options.split(), "--set", f"stats={stats}")
     assert [record["index"] for record in records] == list(range(6))
-    assert [record["id"] for record in records if "error" in record] == ["1", "too long", "chat"]
+    assert [record["id"] for record in records if "error" in record] == [None, "too long", "chat"]
     errors = [record["error"]["type"] for record in records if "error" in record]
     assert errors == ["InvalidRowError", "PromptTooLongError", "InvalidRowError"]
     assert all(str(record["error"]["message"]).startswith("line ") for record in records if "error" in record)

@@ -54,7 +54,51 @@ def test_rows_are_known_by_what_they_ask_not_by_where_they_stand(job: Callable[.
     outcome = job("--existing", "resume", lines=changed)
     assert outcome.code == 3
     assert [record["id"] for record in records(tmp_path)] == ["a", "fail", "new", "a", "c"]
+    assert "1 failed record" not in outcome.err
     assert "holds 1 record of rows that are not in the input any more" in outcome.err
+
+
+@pytest.mark.parametrize("form", ["native", "openai"])
+def test_failed_records_whose_row_is_gone_or_mended_are_dropped(
+    job: Callable[..., Outcome], tmp_path: Path, form: str
+) -> None:
+    """They do not fail the job any more. A row that stands there as it was, and failed, does."""
+    key = ("--output-format", form)
+    name = "custom_id" if form == "openai" else "id"
+    (tmp_path / "in").write_text('{"id": "a", "prompt": "a"}\n{"id": "b", "prompt": 3}\nno json\nno json\n')
+    assert job(*key).code == 3
+    assert [record[name] for record in records(tmp_path)] == ["a", "b", None, None]
+    again = job(*key, "--existing", "resume")
+    assert (again.code, len(records(tmp_path)), "dropped" in again.err) == (3, 4, False)
+    (tmp_path / "in").write_text('{"id": "b", "prompt": "mended"}\n{"id": "a", "prompt": "a"}\nno json\n')
+    partly = job(*key, "--existing", "resume")
+    assert (partly.code, [record[name] for record in records(tmp_path)]) == (3, ["a", None, "b"])
+    assert "out: 2 failed records dropped, whose rows are gone or mended" in partly.err
+    (tmp_path / "in").write_text('{"id": "b", "prompt": "mended"}\n{"id": "a", "prompt": "a"}\n')
+    before = len(partly.loads)
+    whole = job(*key, "--existing", "resume")
+    assert (whole.code, len(whole.loads) - before) == (0, 0)
+    assert [record[name] for record in records(tmp_path)] == ["a", "b"]
+    done = job(*key, "--existing", "resume")
+    assert (done.code, done.err) == (0, "")
+
+
+def test_nothing_is_dropped_by_a_run_that_does_not_see_all_rows(
+    job: Callable[..., Outcome], dsbd: Dsbd, tmp_path: Path
+) -> None:
+    """One that ends at an error, and one whose input ends in the middle."""
+    job(lines=[{"id": "x", "prompt": "fail"}])
+    before = (tmp_path / "out").read_bytes()
+    stopped = job("--existing", "resume", "--set", "max-errors=1", lines=[{"id": "y", "prompt": "fail"}, ROWS[0]])
+    assert stopped.code == 1
+    assert (tmp_path / "out").read_bytes().startswith(before)
+    (tmp_path / "in.csv").write_text("question\nx\n")
+    os.mkfifo(tmp_path / "pipe.csv")
+    writer = subprocess.Popen(["cp", str(tmp_path / "in.csv"), str(tmp_path / "pipe.csv")])
+    cut = dsbd("generate", "-i", str(tmp_path / "pipe.csv"), "-o", str(tmp_path / "out"), "--existing", "resume")
+    writer.wait()
+    assert (cut.code, "no column is called prompt" in cut.err) == (2, True), cut.err
+    assert (tmp_path / "out").read_bytes().startswith(before)
 
 
 def test_failed_rows_are_answered_again_on_demand(

@@ -125,3 +125,20 @@ def test_errors_end_the_run_where_they_are_too_many(dsbd: Dsbd, options: str, wr
 def test_metadata_comes_back(dsbd: Dsbd) -> None:
     [record] = dsbd("generate", lines=[{"prompt": "a", "metadata": {"k": [1, None]}}]).records
     assert record["metadata"] == {"k": [1, None]}
+
+
+@pytest.mark.parametrize("form", ["auto", "text"])
+def test_rows_in_a_wide_encoding_are_refused_and_nothing_is_changed(dsbd: Dsbd, tmp_path: Path, form: str) -> None:
+    """Each of them would be an error record. A pipe is told of as well as a file."""
+    output, path, data = tmp_path / "out", tmp_path / "in.jsonl", '{"prompt": "x"}\n'.encode("utf-16")
+    output.write_text("before")
+    path.write_bytes(data)
+    arguments = ("generate", "--input-format", form, "-o", str(output), "--existing", "overwrite")
+    for more, message in (
+        ((), "standard input is UTF-16, but must be UTF-8: put iconv -f UTF-16 -t UTF-8 before it in the pipe"),
+        (("-i", str(path)), f"UTF-8; convert it with: iconv -f UTF-16 -t UTF-8 {path} > {tmp_path / 'in.utf8.jsonl'}"),
+    ):
+        outcome = dsbd(*arguments, *more, lines=data)
+        assert (outcome.code, outcome.loads, outcome.err.count("\n")) == (2, [], 1)
+        assert message in outcome.err
+        assert output.read_text() == "before"

@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dsbd_cli.config.grammars import Grammar
+from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.sampling import SamplingConfig
+from dsbd_cli.io.records.native_record import native_record
+from dsbd_cli.io.records.openai_record import openai_record
 from dsbd_cli.io.records.reader import RowReader
+from dsbd_cli.io.records.record_parts import MethodRecord
 from dsbd_cli.io.records.request_fields import ROW_FIELDS
 from dsbd_cli.io.records.row import LongLine, Row
 from dsbd_cli.requests import Request, derive_seed
@@ -305,7 +310,41 @@ def test_a_failed_row_keeps_its_id_and_metadata_where_they_can_be_read() -> None
     for row in rows:
         assert read(row).id == "x"
     assert read({"prompt": 3, "metadata": 7}).metadata == 7
-    assert RUN.read(b"{", index=8, number=9).id == "8"
+    assert read({"prompt": 3}, index=8).id == "8", "the id of a row that names none"
+
+
+FAILED_IDS: list[tuple[bytes | LongLine, str | None]] = [
+    (b"{", None),
+    (b'["a"]', None),
+    (b'{"id": "a", "prompt": ', None),
+    (b'{"id": ["a"], "prompt": "p"}', None),
+    (b'{"id": true, "prompt": "p"}', None),
+    (b'{"id": "", "prompt": "p"}', None),
+    (b'{"id": "a", "id": "b", "prompt": "p"}', None),
+    (b'{"id": "\xff", "prompt": "p"}', None),
+    (b'{"id": "\\ud800", "prompt": "p"}', None),
+    (LongLine(1 << 25, b'{"id": "a"'), None),
+    (b'{"prompt": "p", "prompt": "q"}', "5"),
+    (b'{"id": "a", "prompt": "p", "prompt": "q"}', "a"),
+    (b'{"id": "a", "prompt": "p", "temperature": NaN}', "a"),
+    (b'{"id": "a", "prompt": "caf\xe9"}', "a"),
+    (b'{"custom_id": 7, "body": {"x": "\\ud800"}}', "7"),
+    (b'{"id": 18446744073709551616, "prompt": "p"}', "18446744073709551616"),
+    (b'{"id": "a", "prompt": ' + b"[" * 70 + b"]" * 70 + b"}", "a"),
+    (LongLine(9, reason="the row has 3 cells", fields={"id": "a"}), "a"),
+    (LongLine(9, reason="the row has 3 cells", fields={}), "5"),
+]
+
+
+@pytest.mark.parametrize(("line", "row_id"), FAILED_IDS, ids=[repr(line)[:40] for line, _ in FAILED_IDS])
+def test_a_failed_row_has_its_own_id_or_none(line: bytes | LongLine, row_id: str | None) -> None:
+    """Guards an index in place of the id, which is the id of another row: a join then gives that row the error."""
+    row = RUN.read(line, index=5, number=6)
+    assert (row.id, row.request) == (row_id, None)
+    assert RUN.read_prompt(line, index=5)[0] == row_id
+    method = MethodRecord(MethodConfig(), "t", "d")
+    record, openai = (orjson.loads(make(row, None, method)) for make in (native_record, openai_record))
+    assert (record["id"], record["index"], openai["custom_id"]) == (row_id, 5, row_id)
 
 
 def test_a_key_says_what_is_asked() -> None:

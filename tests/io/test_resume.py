@@ -8,6 +8,7 @@ import os
 import resource
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from dsbd_cli.io.lines.resume import (
     finished_steps,
     read_done,
     read_run,
+    record_digest,
     settings_file,
     truncate_at,
     whole_size,
@@ -66,15 +68,25 @@ def test_rows_are_known_by_id_and_key_and_counted(tmp_path: Path) -> None:
     data = native("a", "k1") * 2 + native("b", "k2", failed=True) + json.dumps(openai).encode() + b"\n"
     with opened(tmp_path / "out", data) as stream:
         done = read_done(stream, tmp_path / "out", len(data))
-        assert read_done(stream, tmp_path / "out", len(data) - 1).left == 3
-    assert (done.left, done.failed) == (4, 2)
-    assert [done.take("a", "k1") for _ in range(3)] == [True, True, False]
-    assert not done.take("b", "k1"), "the row has changed"
-    assert done.take("b", "k2")
-    assert done.left == 1
-    assert done.take("c", "k3")
+        assert read_done(stream, tmp_path / "out", len(data) - 1).failed.total() == 1
+    assert (done.answered.total(), done.failed.total()) == (2, 2)
+    assert [done.take("a", "k1") for _ in range(3)] == ["answered", "answered", None]
+    assert done.take("b", "k1") is None, "the row has changed"
+    assert done.take("b", "k2") == "failed"
+    assert (done.answered.total(), done.failed.total()) == (0, 1)
+    assert done.take("c", "k3") == "failed"
     assert done.has_id("c")
     assert not done.has_id("d")
+
+
+def test_an_answer_counts_before_an_error_and_an_id_may_be_unknown(tmp_path: Path) -> None:
+    data = native("a", "k", failed=True) + native("a", "k") + b'{"id": null, "key": "k", "error": {}}\n'
+    with opened(tmp_path / "out", data) as stream:
+        done = read_done(stream, tmp_path / "out", len(data))
+        assert [done.take("a", "k") for _ in range(3)] == ["answered", "failed", None]
+        assert [done.take(None, "k") for _ in range(2)] == ["failed", None]
+    with opened(tmp_path / "out", b'{"id": null, "key": "k"}\n') as stream, pytest.raises(UsageError, match="line 1"):
+        read_done(stream, tmp_path / "out", 100)
 
 
 @pytest.mark.parametrize("line", [b"[]", b"{}", b'{"id": 3, "key": "k"}', b"not json", b"\xff"])
@@ -102,6 +114,15 @@ def test_failed_rows_are_dropped_in_one_step_and_the_lock_moves_on(tmp_path: Pat
         fresh.write(b"{}\n")
     assert path.read_bytes().endswith(b"{}\n")
     assert sorted(item.name for item in tmp_path.iterdir()) == ["link", "out"]
+
+
+def test_as_many_failed_records_are_dropped_as_are_named(tmp_path: Path) -> None:
+    path, data = tmp_path / "out", native("a", "1", failed=True) * 2 + native("b", "2", failed=True) + native("a", "1")
+    with opened(path, data) as stream:
+        fresh, count = drop_failed(stream, path, Counter({record_digest("a", "1"): 1}))
+    with fresh:
+        assert (count, path.read_bytes()) == (1, data.removeprefix(native("a", "1", failed=True)))
+        assert drop_failed(fresh, path, Counter()) == (fresh, 0)
 
 
 def test_settings_stand_beside_the_file(tmp_path: Path) -> None:

@@ -23,17 +23,19 @@ from dsbd_cli._version import __version__
 from dsbd_cli.cli.commands import trim as trim_command
 from dsbd_cli.cli.commands.pick import _record as pick_record
 from dsbd_cli.cli.run import messages
+from dsbd_cli.cli.run.dry_run import RowTally, dry_run_document
 from dsbd_cli.cli.run.summary import Totals
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.config.variants import DRAFTERS, FUSION, RULES, WIDTHS
 from dsbd_cli.errors import PromptTooLongError
+from dsbd_cli.io.lines.resume import DoneRows
 from dsbd_cli.io.records.native_record import native_record, step_records
 from dsbd_cli.io.records.openai_record import openai_record
 from dsbd_cli.io.records.reader import RowReader
 from dsbd_cli.io.records.record_parts import MethodRecord
 from dsbd_cli.io.records.row import Row
-from dsbd_cli.io.schemas.contracts import ANSWERS, CONTRACTS, OUTPUT, SHARED, STEP, TRIM
+from dsbd_cli.io.schemas.contracts import ANSWERS, CONTRACTS, DRY_RUN, OUTPUT, SHARED, STEP, TRIM
 from dsbd_cli.lab.reports.bench_json import json_lines
 from dsbd_cli.pick.candidate_rows import record_row
 from dsbd_cli.pick.choosers import ByVote
@@ -326,6 +328,15 @@ class _Encoder:
         return SimpleNamespace(prompt=[5, 6])
 
 
+def _dry_run(row: Row, failed: RequestResult) -> dict[str, object]:
+    tally, totals, done = RowTally(), Totals(), DoneRows()
+    tally.record(row, replace(failed, error=None, prompt_tokens=4))
+    tally.record(row, failed)
+    totals.rows, totals.failed, totals.skipped, totals.skipped_failed = 2, 1, 3, 1
+    done.add("gone", "k", failed=True)
+    return dry_run_document(tally, totals, done, source="in", output="out", limit=8)
+
+
 def _trimmed(stats: RequestStats) -> dict[str, object]:
     settings, draft = SimpleNamespace(target=ModelSpec("t")), ModelSpec("d")
     command = trim_command._Trimming(trim_command.TrimOptions(), settings, draft, Path("out"))  # type: ignore[arg-type]
@@ -365,6 +376,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
         "bench": json_lines(report()).splitlines()[1],
         "trim": TRIM.line(_trimmed(result.stats)),
         "distill": _DISTILLED.page(),
+        "dry-run": DRY_RUN.line(_dry_run(flat, failed)),
         "answers": ANSWERS.line(answer_line(_Encoder(), result)),
     }
     monkeypatch.setattr(messages, "utc_now", lambda: "2026-01-02T03:04:05Z")

@@ -22,20 +22,31 @@ from hypothesis import strategies as st
 from dsbd_cli.errors import OutputError, UsageError
 from dsbd_cli.io.lines.line_reader import LineReader
 from dsbd_cli.io.lines.parquet_writer import MAX_GROUP_BYTES, TableWriter
-from dsbd_cli.io.lines.tables import check_table, count_table_rows, lines_reader, read_csv
+from dsbd_cli.io.lines.tables import check_table, count_table_rows, lines_reader, read_csv, table_header
+from dsbd_cli.io.records.cells import BY_NAME, ColumnRules, column_rules, columns_of
 from dsbd_cli.io.records.reader import RowReader
-from dsbd_cli.io.records.row import LongLine, Row
+from dsbd_cli.io.records.row import LongLine, Row, TableRow, readable
+from dsbd_cli.requests import Request, derive_seed
 
 COLUMNS = ("id", "rank", "text", "score")
 
 
-def read(text: bytes, *, delimiter: str = ",", limit: int = 1000) -> list[tuple[int, object]]:
-    """The rows of a table: the object, or a LongLine's reason or size."""
-    lines = read_csv(io.BytesIO(text), name="t.csv", delimiter=delimiter, limit=limit)
+def read(
+    text: bytes, *, delimiter: str = ",", limit: int = 1000, rules: ColumnRules = BY_NAME
+) -> list[tuple[int, object]]:
+    """The rows of a table: the fields and the other cells in one object, or a LongLine's reason or size."""
+    lines = read_csv(io.BytesIO(text), name="t.csv", delimiter=delimiter, limit=limit, rules=rules)
     return [
-        (number, (line.reason or line.size) if isinstance(line, LongLine) else json.loads(line))
+        (number, (line.reason or line.size) if isinstance(line, LongLine) else json.loads(readable(line)))
         for number, line in lines
     ]
+
+
+def carried(line: object) -> dict[str, object]:
+    """The cells of a row that are no fields."""
+    assert isinstance(line, TableRow)
+    found: dict[str, object] = json.loads(line.carried)
+    return found
 
 
 def test_rows_have_the_number_of_their_first_line() -> None:
@@ -91,7 +102,7 @@ def test_no_bytes_raise_and_every_row_has_its_line(rows: bytes) -> None:
     numbers = [number for number, _ in found]
     assert numbers == sorted(set(numbers))
     assert all(2 <= number <= 2 + rows.count(b"\n") for number in numbers)
-    assert not any(isinstance(line, bytes) and len(json.loads(line)) > 2 for _, line in found)
+    assert not any(isinstance(line, TableRow) and len(json.loads(line.line)) > 2 for _, line in found)
 
 
 CELLS: list[tuple[str, str, object]] = [
@@ -105,15 +116,14 @@ CELLS: list[tuple[str, str, object]] = [
     ("seed", "12", 12),
     ("seed", "9223372036854775807", 2**63 - 1),
     ("seed", "99999999999999999999", "99999999999999999999"),
-    ("max_tokens", "8.0", 8),
+    ("n_best", "8.0", 8),
     ("max_new_tokens", " 1e2 ", 100),
     ("temperature", "0.7", 0.7),
     ("temperature", "hot", "hot"),
     ("temperature", "1_0", "1_0"),
     ("temperature", "inf", "inf"),
     ("token_logprobs", "TRUE", True),
-    ("logprobs", "False", False),
-    ("presence_penalty", "0", 0),
+    ("early_stopping", "False", False),
     ("stop", "5", "5"),
     ("stop", '["a", "b"]', ["a", "b"]),
     ("stop", "[END]", "[END]"),
@@ -123,7 +133,6 @@ CELLS: list[tuple[str, str, object]] = [
     ("metadata", "5", "5"),
     ("messages", '[{"role": "user", "content": "é"}]', [{"role": "user", "content": "é"}]),
     ("response_format", '{"type": "json_object"}', {"type": "json_object"}),
-    ("ticket", "12", "12"),
 ]
 
 
@@ -131,9 +140,148 @@ CELLS: list[tuple[str, str, object]] = [
 def test_the_type_of_a_cell(name: str, cell: str, value: object) -> None:
     """Types as well: 1 == True."""
     text = io.StringIO()
-    csv.writer(text).writerows([("audio", name), ("-", cell)])
-    [(_, found)] = read(text.getvalue().encode())
+    csv.writer(text).writerows([("audio", "column"), ("-", cell)])
+    [(_, found)] = read(text.getvalue().encode(), rules=ColumnRules({"audio": "audio", name: "column"}))
     assert json.dumps(found[name]) == json.dumps(value)  # type: ignore[index]
+
+
+BUSINESS = ("n", "language", "stop", "max_tokens", "prefix", "allow", "logprobs", "stream", "suffix", "echo", "user")
+
+
+def test_no_column_costs_a_row_by_an_everyday_name() -> None:
+    """What a user's table is made of. Guards a text that ends before the name of a bus stop, and rows that are lost."""
+    text = io.StringIO()
+    csv.writer(text).writerows([("prompt", *BUSINESS), ("p", *(f"some {name}" for name in BUSINESS))])
+    [(number, line)] = read_csv(io.BytesIO(text.getvalue().encode()), name="t.csv")
+    row = RowReader(strict=True).read(line, index=0, number=number)
+    assert (row.request, row.warnings) == (Request("p", id="0", seed=derive_seed(0, "0")), ())
+    assert row.metadata == {name: f"some {name}" for name in BUSINESS}
+
+
+ROLES: list[tuple[str, str | None, str, str, str]] = [
+    # header, --set columns, fields, carried columns, how the carried ones become fields
+    ("id,prompt,ticket", None, "id,prompt", "ticket", ""),
+    ("custom_id,prompt", None, "custom_id,prompt", "", ""),
+    ("custom_id,id,prompt", None, "id,prompt", "custom_id", ""),
+    ("prompt,n,stop,temperature,seed", None, "prompt,seed,temperature", "n,stop", "n_best=n,stop"),
+    ("prompt,n,n_best", None, "prompt,n_best", "n", ""),
+    ("prompt,n,stop", "prompt", "prompt", "n,stop", ""),
+    ("prompt,n,stop", "stop,n_best=n", "stop,n_best=n,prompt", "", ""),
+    ("prompt,temperature", "temperature=", "prompt", "temperature", ""),
+    ("prompt,question,id,key", "prompt=question,id=key", "prompt=question,id=key", "prompt,id", ""),
+    ("text,reference", "prompt=text", "prompt=text,reference", "reference", ""),
+    ("prompt,messages,audio,image", None, "prompt", "messages,audio,image", "messages,audio,image"),
+    ("prompt,messages", "messages", "messages", "prompt", ""),
+    ("prompt,image", "image", "image,prompt", "", ""),
+    ('prompt,"a, b"', '"prompt=a, b"', '"prompt=a, b"', "prompt", ""),
+    ("custom_id,method,url,body,ticket", None, "custom_id,method,url,body", "ticket", ""),
+    ("prompt,url,body", None, "prompt", "url,body", ""),
+    ("prompt,metadata,ticket", None, "prompt,metadata", "ticket", ""),
+]
+
+
+@pytest.mark.parametrize(("header", "given", "fields", "others", "unused"), ROLES)
+def test_which_columns_are_fields(header: str, given: str | None, fields: str, others: str, unused: str) -> None:
+    [names], [wanted] = csv.reader([header], skipinitialspace=True), csv.reader([fields])
+    found = columns_of(names, column_rules(given))
+    pairs = [item.partition("=") for item in wanted]
+    assert dict(found.fields) == {name: column if equals else name for name, equals, column in pairs}
+    assert ",".join(found.carried) == others
+    assert ",".join(found.unused.values()) == unused
+
+
+BAD_RULES = [
+    ("ticket=x", "names 'ticket', which is no field: sample_inputs/README.md lists them"),
+    ("promt=x", "names 'promt', which is no field: did you mean prompt?"),
+    ("stream=x", "names 'stream', which is no field"),
+    ("max_tokens=x", "a table's field max_tokens is called max_new_tokens"),
+    ("id=a,id=b", "names id twice: drop one"),
+    ("", "names '', which is no field"),
+    ('"id=a', "is no list with commas"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), BAD_RULES)
+def test_rules_of_columns_that_cannot_be_used(given: str, message: str) -> None:
+    with pytest.raises(UsageError, match="--set columns") as refused:
+        column_rules(given)
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "strict", "message"),
+    [
+        (
+            "prompt=text",
+            False,
+            "it has no column 'text', which --set columns names for prompt; there are 'question, id'",
+        ),
+        (None, False, "there are 'question, id'; --set columns=prompt=NAME names the column of the prompts"),
+        ("prompt=", False, "no column is called prompt, messages, audio or image"),
+        ("prompt=question,id=", True, "the column 'id' is no field, which --input-format strict refuses"),
+    ],
+)
+def test_columns_that_no_row_can_be_made_of(given: str | None, strict: bool, message: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        columns_of(["question", "id"], column_rules(given, strict=strict))
+    assert message in str(refused.value)
+
+
+def test_other_cells_are_metadata_and_ask_for_nothing(tmp_path: Path) -> None:
+    """So a changed note is no reason to answer a row again. They stand beside the row's own metadata."""
+    for name, note in (("a.csv", "x"), ("b.csv", "changed")):
+        (tmp_path / name).write_text(
+            f'prompt,metadata,note,empty\np,"{{""note"": 1, ""k"": 2}}",{note},\nq,text,{note},\n'
+        )
+    one, other = rows_of(tmp_path / "a.csv"), rows_of(tmp_path / "b.csv")
+    assert [row.metadata for row in one] == [{"note": "x", "k": 2}, {"metadata": "text", "note": "x"}]
+    assert [row.key for row in one] == [row.key for row in other]
+    (tmp_path / "c.jsonl").write_text('{"prompt": "p", "metadata": {"note": 1, "k": 2}}\n')
+    assert rows_of(tmp_path / "c.jsonl")[0].key == one[0].key
+
+
+def test_messages_name_the_column(tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_text("question,my heat\np,hot\n")
+    [row] = rows_of(tmp_path / "in.csv", column_rules("prompt=question,temperature=my heat"))
+    assert str(row.error) == "line 2: 'my heat' is 'hot', but must be a number"
+    (tmp_path / "empty.csv").write_text("question,url,body\n,x,\n")
+    [row] = rows_of(tmp_path / "empty.csv", column_rules("prompt=question"))
+    assert str(row.error) == "line 2: question is empty"
+    (tmp_path / "empty.csv").write_text("url,body,id\n,,x\n")
+    [row] = rows_of(tmp_path / "empty.csv")
+    assert str(row.error) == "line 2: body is empty"
+    [row] = rows_of(tmp_path / "in.csv", column_rules("messages=question"))
+    assert str(row.error).startswith("line 2: question is 'p', but must be a non-empty list")
+
+
+@pytest.mark.parametrize(
+    ("header", "rows", "ids"),
+    [
+        ("id,prompt", ["a,b,c", "d", '"e"x,f', "g,\udcff", "\udcff,h", ",i,j"], ["a", "d", None, "g", None, "5"]),
+        ("prompt,id", ["a,b,c", "d", "\udcff,e"], [None, None, "e"]),
+        ("prompt,note", ["a,b,c", '"d"x'], ["0", "1"]),
+        ("prompt,key", ["\udcff,a"], ["0"]),
+    ],
+)
+def test_a_row_that_cannot_be_read_has_its_own_id_or_none(
+    tmp_path: Path, header: str, rows: list[str], ids: list[str | None]
+) -> None:
+    """The first cell is surely that of its column. Without a column of ids a row's number is its id."""
+    path = tmp_path / "in.csv"
+    path.write_bytes("\n".join((header, *rows, "")).encode("utf-8", "surrogateescape"))
+    found = rows_of(path)
+    assert [row.id for row in found] == ids
+    assert not any(row.request for row in found)
+    assert len({row.key for row in found}) == len(found)
+
+
+def test_a_row_of_parquet_that_cannot_be_read_has_its_id(tmp_path: Path) -> None:
+    path = tmp_path / "in.parquet"
+    texts = pyarrow.array([b"a", b"\xff"], pyarrow.binary()).view(pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": texts, "id": [1, 7]}), path)
+    assert [(row.id, row.error is None) for row in rows_of(path)] == [("1", True), ("7", False)]
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["p", "q"], "id": texts}), path)
+    assert [(row.id, row.error is None) for row in rows_of(path)] == [("a", True), (None, False)]
 
 
 HEADERS: list[tuple[bytes, str]] = [
@@ -159,10 +307,10 @@ def test_a_header_that_cannot_be_used(text: bytes, reason: str) -> None:
         assert not [line for line in reader if line is not None]
 
 
-def rows_of(path: Path) -> list[Row]:
+def rows_of(path: Path, rules: ColumnRules = BY_NAME) -> list[Row]:
     reader = RowReader(files_root="/")
     with path.open("rb") as stream:
-        lines = list(lines_reader(path)(stream))
+        lines = list(lines_reader(path, rules)(stream))
     return [reader.read(line, index=place, number=number) for place, (number, line) in enumerate(lines)]
 
 
@@ -187,8 +335,9 @@ def test_all_forms_of_a_row_ask_for_the_same(tmp_path: Path) -> None:
     table = table.set_column(columns.index("max_new_tokens"), "max_new_tokens", floats)
     pyarrow.parquet.write_table(table, tmp_path / "in.parquet")
     wanted = [(row.key, row.metadata) for row in rows_of(path)]
-    assert [(row.key, row.metadata) for row in rows_of(tmp_path / "in.csv")] == wanted
-    assert [(row.key, row.metadata) for row in rows_of(tmp_path / "in.parquet")] == wanted
+    stops = ColumnRules({"stop": "stop"})
+    assert [(row.key, row.metadata) for row in rows_of(tmp_path / "in.csv", stops)] == wanted
+    assert [(row.key, row.metadata) for row in rows_of(tmp_path / "in.parquet", stops)] == wanted
     assert [row.number for row in rows_of(tmp_path / "in.parquet")] == [1, 2]
 
 
@@ -226,7 +375,7 @@ def test_values_of_parquet_that_no_field_takes_are_the_errors_of_their_rows(tmp_
     assert messages == [
         "line 1: prompt is b'bytes' of type bytes, which no field takes",
         "line 2: prompt is b'' of type bytes, which no field takes",
-        "line 3: neither prompt nor messages is given",
+        "line 3: prompt is empty",
     ]
     assert count_table_rows(path) == 3
 
@@ -254,7 +403,7 @@ def test_a_cell_that_python_cannot_hold_costs_its_row_alone(tmp_path: Path) -> N
     columns = {
         "prompt": pyarrow.array(texts, pyarrow.binary()).view(pyarrow.string()),
         "metadata": pyarrow.array(moments, pyarrow.timestamp("us")),
-        "created": pyarrow.array(moments, pyarrow.timestamp("us")),  # no field: what it holds does not matter
+        "created": pyarrow.array(moments, pyarrow.timestamp("us")),  # no field, so it is carried as text
     }
     pyarrow.parquet.write_table(pyarrow.table(columns), path)
     rows = rows_of(path)
@@ -263,6 +412,12 @@ def test_a_cell_that_python_cannot_hold_costs_its_row_alone(tmp_path: Path) -> N
     assert failed.keys() == {8, 2101}
     assert "line 8: prompt cannot be read as string: 'utf-8' codec can't decode" in failed[8]
     assert "line 2101: metadata cannot be read as timestamp[us]: " in failed[2101]
+    columns["metadata"] = pyarrow.array(moments, pyarrow.int64())
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+    rows = rows_of(path)
+    assert [number for number, row in enumerate(rows, 1) if row.error is not None] == [8]
+    assert rows[2100].metadata == {"metadata": 2**62, "created": f"<value out of range: {2**62}>"}
+    assert rows[2099].metadata == {"metadata": 0, "created": "1970-01-01T00:00:00"}
 
 
 BAD_FILES: dict[str, tuple[str, Callable[[], bytes], str]] = {
@@ -345,8 +500,8 @@ def test_after_a_full_disk_the_file_has_no_end(tmp_path: Path, room: int) -> Non
         table_rows(path)
 
 
-def test_a_column_that_nobody_reads_may_hold_anything(tmp_path: Path) -> None:
-    """Pictures as the hub stores them, embeddings, blobs: each would fail its row, as no line takes it."""
+def test_a_carried_column_may_hold_anything(tmp_path: Path) -> None:
+    """Pictures as the hub stores them and blobs are not read; whatever else there is has a form in JSON."""
     path = tmp_path / "in.parquet"
     columns = {
         "prompt": ["a", "b"],
@@ -354,22 +509,25 @@ def test_a_column_that_nobody_reads_may_hold_anything(tmp_path: Path) -> None:
         "parts": [[b"x"], [b"y"]],
         "prices": [[Decimal("1.5")], []],
         "blob": [b"x" * (8 << 20), b""],
+        "when": [date(2026, 1, 2), None],
+        "price": [Decimal("1.50"), None],
+        "share": [float("nan"), 0.25],
+        "count": [3.0, None],
         "relevant": [["r"], None],
     }
     pyarrow.parquet.write_table(pyarrow.table(columns), path)
     assert [(row.error, row.request and row.request.prompt) for row in rows_of(path)] == [(None, "a"), (None, "b")]
-    lines = [json.loads(line) for _, line in lines_reader(path)(io.BytesIO()) if isinstance(line, bytes)]
-    assert lines == [
-        {
-            "prompt": "a",
-            "photo": "an object",
-            "parts": "a list",
-            "prices": "a list",
-            "blob": "bytes",
-            "relevant": ["r"],
-        },
-        {"prompt": "b", "parts": "a list", "prices": "a list", "blob": "bytes"},
+    lines = [line for _, line in lines_reader(path)(io.BytesIO())]
+    assert [json.loads(readable(line)) for line in lines] == [{"prompt": "a", "relevant": ["r"]}, {"prompt": "b"}]
+    assert [carried(line) for line in lines] == [
+        {"prices": ["1.5"], "when": "2026-01-02", "price": "1.50", "count": 3, "relevant": ["r"]},
+        {"prices": [], "share": 0.25},
     ]
+    header = table_header(path)
+    assert header is not None
+    assert header.left_out == ("photo", "parts", "blob")
+    assert header.kinds == {"share": "double", "count": "double"}
+    assert header.notes(path) == [f"{path}: left out, because bytes are not carried: photo, parts, blob"]
 
 
 def test_a_map_is_an_object(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from dsbd_cli.cli.options.options import (
     SamplingOptions,
 )
 from dsbd_cli.cli.options.settings import has_draft, refuse_idle, run_settings
-from dsbd_cli.cli.run.files import check_files_under, check_report_files
+from dsbd_cli.cli.run.files import check_columns, check_files_under, check_report_files
 from dsbd_cli.cli.run.messages import Talk, duration, say, set_style, talking
 from dsbd_cli.cli.run.prompts import CHAT_OR_NOT, check_chat
 from dsbd_cli.cli.run.signals import StoppedError, StopSignals
@@ -38,6 +38,7 @@ from dsbd_cli.cli.run.summary import ROWS_FAILED
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.errors import DsbdError, UsageError, as_utf8, option_name
 from dsbd_cli.io.lines.replace import write_atomically
+from dsbd_cli.io.records.cells import column_rules
 from dsbd_cli.io.records.reader import RowReader
 from dsbd_cli.lab.bench.choice import DEFAULT_TOLERANCE, curves, without_reference
 from dsbd_cli.lab.bench.methods import FUZZY_METHODS, METHODS
@@ -274,8 +275,14 @@ def _datasets(
         own = " and ".join(names) + (" bring their" if len(names) > 1 else " brings its")
         raise UsageError(f"--chat would do nothing, because {own} own prompts: drop it")
     check_files_under(data.files_under, "there is no --input and no --data" if data.data is None else None)
-    under = data.files_under
-    opened = [open_dataset(one, data.data, choice.dev_data, data.metric, under, data.score, rows) for one in names]
+    check_columns(data.columns, data.data if names == [OWN_TASK] else None)
+    columns = column_rules(data.columns, strict=rows.strict)
+    opened = [
+        open_dataset(
+            one, data.data, choice.dev_data, data.metric, data.files_under, data.score, rows=rows, columns=columns
+        )
+        for one in names
+    ]
     if shots:
         opened = [with_shots(one, shots) for one in opened]
     if not chosen:

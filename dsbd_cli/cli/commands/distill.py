@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from dsbd_cli.cli.options.declare import flag, grouped, option
 from dsbd_cli.cli.options.options import (
     CHAT,
+    COLUMNS,
     MAIN,
     DecodeOptions,
     DeviceOptions,
@@ -91,6 +92,7 @@ class DistillOptions:
         "held out to measure acceptance on",
         "-i",
     )
+    columns: str | None = option(MAIN, COLUMNS, metavar="NAMES")
     chat: bool | None = flag(MAIN, CHAT)
     output: Path | None = option(
         MAIN,
@@ -241,7 +243,8 @@ class _Distilling:
         """Return the prompts, and a digest of their lines. Raises UsageError with the first bad line, or for too few
         prompts."""
         digest, name = blake2b(digest_size=16), f"--input {self._input}"
-        found = read_prompts("--input", self._input, self._settings.rows, seen=digest.update)
+        columns = self._options.columns
+        found = read_prompts("--input", self._input, self._settings.rows, seen=digest.update, columns=columns)
         if len(found) < HELD_OUT_EVERY:
             raise UsageError(
                 f"{name} holds {plural(len(found), 'prompt')}, but {HELD_OUT_EVERY} or more are needed: "

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
 
 import orjson
 import typer
@@ -28,21 +29,25 @@ from dsbd_cli.cli.options.options import (
 from dsbd_cli.cli.options.precedence import job_text
 from dsbd_cli.cli.options.scale_options import ScaleOptions, pool_config
 from dsbd_cli.cli.options.settings import RunSettings, refuse_idle, refuse_idle_templates, run_settings
+from dsbd_cli.cli.run.dry_run import RowTally, dry_run_document, dry_run_lines
 from dsbd_cli.cli.run.files import (
     check_files,
     count_rows,
     file_hash,
     how_to_resume,
+    input_columns,
+    input_header,
     lacks_input,
     open_input_lines,
     output_format,
     reads_table,
+    resumes,
     text_hash,
     unlike_name,
 )
 from dsbd_cli.cli.run.flow import MakeRecord, ReadRow, RowFlow, TooManyErrorsError
 from dsbd_cli.cli.run.messages import error_line, quote_command, say
-from dsbd_cli.cli.run.output_files import Outputs
+from dsbd_cli.cli.run.output_files import Outputs, read_earlier_run
 from dsbd_cli.cli.run.progress import Reporter, begin_talk
 from dsbd_cli.cli.run.prompts import CHAT_OR_NOT, NOT_CONTINUED, check_chat, check_reasoning, is_left_off
 from dsbd_cli.cli.run.shard import Shard, shard_of, sharded_files
@@ -50,13 +55,16 @@ from dsbd_cli.cli.run.signals import StoppedError, StopSignals
 from dsbd_cli.cli.run.summary import Summary, rows_exit_code
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.variants import INDEX
-from dsbd_cli.errors import NoWorkersError, option_name, plural
-from dsbd_cli.io.lines.jsonl import read_lines
+from dsbd_cli.errors import NoWorkersError, UsageError, option_name, plural
+from dsbd_cli.io.lines.jsonl import LineWriter, ReadLines, read_lines
 from dsbd_cli.io.lines.line_reader import LineReader
-from dsbd_cli.io.lines.tables import lines_reader
+from dsbd_cli.io.lines.resume import DoneRows
+from dsbd_cli.io.lines.tables import Header, lines_reader
+from dsbd_cli.io.records.beam_record import carried_columns
 from dsbd_cli.io.records.file_roots import files_root
-from dsbd_cli.io.records.record_parts import MethodRecord, run_fingerprint
-from dsbd_cli.io.records.row import LongLine, Row
+from dsbd_cli.io.records.record_parts import CarriedColumn, MethodRecord, run_fingerprint
+from dsbd_cli.io.records.row import Line, Row
+from dsbd_cli.io.schemas.contracts import DRY_RUN
 from dsbd_cli.models.checkpoints.digest import checkpoint_digest, commit_of
 
 if TYPE_CHECKING:
@@ -111,6 +119,11 @@ def generate(
     settings = run_settings(
         pair, method, sampling, devices, failing, strict=strict, chat=bool(files.chat), allow=answers.allow
     )
+    if job.dry_run:
+        if job.print_config:
+            raise UsageError("--dry-run and --print-config cannot be used together: give one of them")
+        idle = ("stats", files.stats), ("summary", files.summary)
+        refuse_idle("--dry-run answers nothing", *((option_name(name), value) for name, value in idle))
     groups = (files, failing, pair, method, sampling, answers, devices, scale, talk)
     if job.print_config:
         typer.echo(job_text(groups))
@@ -138,7 +151,7 @@ def generate(
         ordered=scale.order != "done",
         demonstrates=pair.target is None,
     )
-    if code := run.answer():
+    if code := run.try_out() if job.dry_run else run.answer():
         raise typer.Exit(code)
 
 
@@ -163,7 +176,7 @@ class _GenerateRun:
         self._has_left_off = False  # whether a row with an answer that is not continued was read
         self._has_template = False  # whether the target is loaded and has a chat template
         self._files, self._settings, self._arguments = files, settings, arguments
-        self._ordered, self._pool = ordered, pool
+        self._ordered, self._pool, self._json = ordered, pool, talk.log == "json"
         self._workers_open = ExitStack()
         self._method = MethodRecord(
             settings.method,
@@ -184,6 +197,7 @@ class _GenerateRun:
             chat=settings.rows.chat or None,
             input_format="text" if files.input_format == "text" else "auto",
             output_format=files.output_format or "native",
+            columns=files.columns,
             allow=None if settings.allow is None else file_hash("--allow", settings.allow),
             chat_template=None if settings.chat_template is None else text_hash(settings.chat_template),
             chat_template_kwargs=None if kwargs is None else orjson.dumps(kwargs, option=orjson.OPT_SORT_KEYS).decode(),
@@ -208,40 +222,121 @@ class _GenerateRun:
         with ExitStack() as stack:
             stack.enter_context(self._signals)
             stack.enter_context(self._workers_open)  # closed after the summary, which does not count this time
-            if self._demonstrates and lacks_input(self._files):
-                for line in EXPLAINED:
-                    say(line)
-            stream, name, size = open_input_lines(self._files, stack)
-            if note := unlike_name(self._files):
-                self.reporter.warn(note)
-            table = reads_table(self._files)
-            # bytes do not measure the progress in a table, whose rows have other sizes than the lines made of them
-            self.reporter.input_bytes, rows = size if table is None else None, count_rows(self._files, size)
-            self.reporter.input_rows = rows if rows is None or self._shard is None else self._shard.rows(rows)
-            outputs = stack.enter_context(Outputs(self._files, self._fingerprint, self.reporter))
+            stream, name = self._open_input(stack)
+            outputs = stack.enter_context(
+                Outputs(self._files, self._fingerprint, self.reporter, carried=self._method.carried)
+            )
             settings = {**self._fingerprint, "batch_size": self._settings.batch_size, **self._commits}
             summary = stack.enter_context(Summary(self._files.summary, self.reporter.totals, settings))
             stack.callback(self.reporter.stop)
-            read = read_lines if table is None else lines_reader(table)
-            reader = stack.enter_context(LineReader(stream, name, read=read))
-            flow = self._flow(reader, outputs)
-            self._answer(flow, outputs, summary)
+            reader = stack.enter_context(LineReader(stream, name, read=self._read_lines()))
+            flow = self._flow(reader, outputs.done, outputs.begin)
+            self._answer(flow, reader, outputs, summary)
             if self._shard is not None:
                 reader.check()
                 outputs.complete(flow.input_end)
         return rows_exit_code(self.reporter.totals)
 
-    def _flow(self, reader: LineReader, outputs: Outputs) -> RowFlow:
+    def try_out(self) -> int:
+        """Read the whole input as `answer` does, print what a run would do, and return its exit code."""
+        totals, tally = self.reporter.totals, RowTally()
+        with ExitStack() as stack:
+            stack.enter_context(self._signals)
+            stack.callback(self.reporter.stop)
+            stream, name = self._open_input(stack)
+            done, totals.retried = read_earlier_run(self._files, self._fingerprint)
+            reader = stack.enter_context(LineReader(stream, name, read=self._read_lines()))
+            nowhere = stack.enter_context(LineWriter.create(Path(os.devnull), overwrite=True))
+            flow = self._flow(reader, done, lambda: (nowhere, None))
+            self._signals.on_stop = lambda: None
+            limit = None
+            if flow.needs_engine(tally.record) and self._signals.number is None:
+                limit = self._check_rows(flow, tally)
+            self.reporter.stop()
+            if self._signals.number is not None:
+                say(f"stopped after {plural(totals.rows + totals.skipped, 'row')}")
+                raise StoppedError(self._signals.number)
+        output = str(self._files.output) if resumes(self._files) else None
+        document = dry_run_document(tally, totals, done, source=name, output=output, limit=limit)
+        if self._json:
+            typer.echo(DRY_RUN.line(document))
+        else:
+            typer.echo("\n".join(dry_run_lines(document)))
+        return rows_exit_code(totals)
+
+    def _check_rows(self, flow: RowFlow, tally: RowTally) -> int | None:
+        """Load the tokenizer and check the rows. Return the positions that a prompt and its answer must fit into."""
+        from dsbd_cli import loading
+
+        self._signals.on_stop = None  # an import is ended at once
+        settings = self._settings
+        engine = loading.load_dry(
+            settings.target,
+            settings.draft,
+            method=settings.method,
+            on_too_long=settings.on_too_long,
+            allow=settings.allow,
+            chat_template=settings.chat_template,
+            chat_template_kwargs=settings.chat_template_kwargs,
+        )
+        for line in engine.info.notes:
+            self.reporter.warn(line)
+        self._has_template = engine.info.chat
+        check_chat(self._files.chat, engine.info)
+        self._warn_plain()
+        self._signals.on_stop = engine.stop
+        self.reporter.begin("the input is read, and nothing is answered", steps=lambda: 0)
+        flow.run(engine, tally.record)
+        return engine.limit
+
+    def _open_input(self, stack: ExitStack) -> tuple[BinaryIO, str]:
+        """Open the input, tell what is to know about it, and return the stream and its name. Raises UsageError."""
+        if self._demonstrates and lacks_input(self._files):
+            for line in EXPLAINED:
+                say(line)
+        stream, name, size = open_input_lines(self._files, stack)
+        if note := unlike_name(self._files):
+            self.reporter.warn(note)
+        table = reads_table(self._files)
+        # bytes do not measure the progress in a table, whose rows have other sizes than the lines made of them
+        self.reporter.input_bytes, rows = size if table is None else None, count_rows(self._files, size)
+        self.reporter.input_rows = rows if rows is None or self._shard is None else self._shard.rows(rows)
+        header = input_header(self._files)
+        if header is not None and table is not None:
+            for note in header.notes(table):
+                self.reporter.warn(note)
+        if output_format(self._files).carries:
+            self._method = replace(self._method, carried=self._carried(table, header))
+        return stream, name
+
+    def _read_lines(self) -> ReadLines:
+        table = reads_table(self._files)
+        return read_lines if table is None else lines_reader(table, input_columns(self._files))
+
+    def _carried(self, table: Path | None, header: Header | None) -> tuple[CarriedColumn, ...]:
+        """Return the columns of an input table that an output table repeats. Raises UsageError."""
+        if header is not None:
+            return carried_columns(header.columns.carried, header.kinds)
+        if table is not None and not table.is_file():
+            raise UsageError(
+                f"--output-format {self._files.output_format} repeats columns of {table}, which is no ordinary file: "
+                "they are not known before it is read, so write records (--output-format native)"
+            )
+        return ()
+
+    def _flow(
+        self, reader: LineReader, done: DoneRows, begin: Callable[[], tuple[LineWriter, LineWriter | None]]
+    ) -> RowFlow:
         source = None if self._files.input == STANDARD else self._files.input
         rows = replace(self._settings.rows, files_root=files_root(self._files.files_under, source))
         return RowFlow(
             reader,
             self._noting(rows.read_text if self._files.input_format == "text" else rows.read),
             self.reporter,
-            done=outputs.done,
+            done=done,
             max_errors=self._settings.max_errors,
             stopping=lambda: self._signals.number is not None,
-            begin=outputs.begin,
+            begin=begin,
             ordered=self._ordered,
             shard=self._shard,
             require_valid=self._settings.require_valid,
@@ -250,7 +345,7 @@ class _GenerateRun:
     def _noting(self, read: ReadRow) -> ReadRow:
         """Return a reader of rows that reports the first plain prompt, and the first answer that is not continued."""
 
-        def noting(line: bytes | LongLine, *, index: int, number: int) -> Row:
+        def noting(line: Line, *, index: int, number: int) -> Row:
             row = read(line, index=index, number=number)
             if row.request is None:
                 return row
@@ -270,13 +365,17 @@ class _GenerateRun:
         if self._has_plain_prompt and self._has_template and self._files.chat is None:
             self.reporter.warn(CHAT_OR_NOT)
 
-    def _answer(self, flow: RowFlow, outputs: Outputs, summary: Summary) -> None:
+    def _answer(self, flow: RowFlow, reader: LineReader, outputs: Outputs, summary: Summary) -> None:
         totals = self.reporter.totals
         try:
             if self._needs_engine(flow, outputs):
                 self._run(flow, outputs, summary)
-            elif outputs.is_empty:
-                outputs.begin()  # a run without rows has to make its file, too
+            else:
+                reader.check()
+                if outputs.is_empty:
+                    outputs.begin()  # a run without rows has to make its file, too
+            if self._signals.number is None and reader.complete:
+                outputs.drop_gone()
             outputs.finish()
         except (TooManyErrorsError, NoWorkersError) as error:
             raise type(error)(f"{error}; {self._how_to_resume()}") from None
@@ -286,11 +385,6 @@ class _GenerateRun:
         if (number := self._signals.number) is not None:
             self.reporter.summary(f"stopped: {totals.line()}; {self._how_to_resume()}", always=True)
             raise StoppedError(number)
-        if outputs.done.left:
-            self.reporter.warn(
-                f"{self._files.output} holds {plural(outputs.done.left, 'record')} of rows that are not in the input "
-                "any more"
-            )
         self.reporter.summary(totals.line())
 
     def _needs_engine(self, flow: RowFlow, outputs: Outputs) -> bool:

@@ -15,6 +15,7 @@ import typer
 from dsbd_cli._version import __version__
 from dsbd_cli.cli.options.declare import flag, grouped, option
 from dsbd_cli.cli.options.options import (
+    COLUMNS,
     MAIN,
     MAX_ERRORS,
     PIPED,
@@ -25,7 +26,14 @@ from dsbd_cli.cli.options.options import (
     TemplateOptions,
 )
 from dsbd_cli.cli.options.settings import template_settings
-from dsbd_cli.cli.run.files import check_files, check_rows_file, how_to_resume, open_input_lines, text_hash
+from dsbd_cli.cli.run.files import (
+    check_columns,
+    check_files,
+    check_rows_file,
+    how_to_resume,
+    open_input_lines,
+    text_hash,
+)
 from dsbd_cli.cli.run.flow import check_errors
 from dsbd_cli.cli.run.output_files import Outputs
 from dsbd_cli.cli.run.progress import Reporter, begin_talk
@@ -38,7 +46,8 @@ from dsbd_cli.io.lines.compression import open_input
 from dsbd_cli.io.lines.jsonl import read_lines
 from dsbd_cli.io.lines.line_reader import LineReader
 from dsbd_cli.io.lines.tables import is_table, lines_reader
-from dsbd_cli.io.records.row import LongLine
+from dsbd_cli.io.records.cells import column_rules
+from dsbd_cli.io.records.row import Line, held_bytes
 from dsbd_cli.io.schemas.contracts import PICK, dump_line
 from dsbd_cli.pick.candidate_rows import CandidateRow, group_of_lines, record_row
 from dsbd_cli.pick.choosers import METRICS, ByRisk, ByScore, ByVote, Choice, Chooser, Equal, Weights, read_regex
@@ -65,6 +74,7 @@ OPTIONS_OF: dict[str, tuple[By, ...]] = {
     "metric": ("mbr",),
     "model": ("model",),
     "prompts": ("model",),
+    "columns": ("model",),
     "chat": ("model",),
     "chat_template": ("model",),
     "chat_template_kwargs": ("model",),
@@ -121,6 +131,7 @@ class PickOptions(TemplateOptions):
     metric: str | None = option(CHOICE, f"mbr: {' or '.join(METRICS)}", default="chrf", metavar="NAME")
     model: str | None = option(CHOICE, "model: sequence classifier with one output; folder or hub id", metavar="MODEL")
     prompts: Path | None = option(CHOICE, "model: the input of dsbd generate, for the prompts by id")
+    columns: str | None = option(CHOICE, f"model: {COLUMNS}", metavar="NAMES")
     chat: bool | None = flag(
         CHOICE,
         "model: put each prompt through the reward model's chat template, as one message of a user; "
@@ -294,10 +305,10 @@ class _PickRun:
                     writer.flush()
                     continue
                 done = outputs.done.take(row.id, row.key)
-                if isinstance(self._chooser, ByReward) and row.has_id and (done or row.error is not None):
+                if isinstance(self._chooser, ByReward) and (done is not None or row.error is not None):
                     self._chooser.pass_over(row)
-                if done:
-                    totals.skipped += 1
+                if done is not None:
+                    totals.skip(done)
                     continue
                 try:
                     lines = self._lines(row)
@@ -307,6 +318,8 @@ class _PickRun:
                     writer.write(line)
                 check_errors(totals.failed, self._files.max_errors, f"; {self._how_to_resume()}")
             writer.flush()
+            if self._signals.number is None and reader.complete:
+                outputs.drop_gone()
         if self._signals.number is not None:
             self._reporter.summary(f"stopped: {self._summary_line()}; {self._how_to_resume()}", always=True)
             raise StoppedError(self._signals.number)
@@ -322,14 +335,16 @@ class _PickRun:
         path, how = self._how.prompts, self._how
         assert path is not None
         with reading(f"--prompts {path}"):
-            check_rows_file(path)
+            check_columns(how.columns, path)
+            rules = column_rules(how.columns)
+            check_rows_file(path, rules)
             stream = stack.enter_context(open_input(path))
         from dsbd_cli.models.reward import RewardModel
 
         model = RewardModel(ModelSpec(how.model or "", device=how.device or "auto"), *self._template)
         if how.chat and not model.chat:
             raise UsageError(f"--chat: reward model {how.model} has no chat template: drop it")
-        prompts = PromptsById(stream, str(path), lines_reader(path), chat=bool(how.chat))
+        prompts = PromptsById(stream, str(path), lines_reader(path, rules), chat=bool(how.chat))
         return ByReward(model.scores, prompts, self._warn_plain if how.chat is None and model.chat else None)
 
     def _warn_plain(self) -> None:
@@ -343,14 +358,14 @@ class _PickRun:
                 yield None
                 continue
             number, line = item
-            if number == 1 and line == ",".join(BEAM_COLUMNS).encode():
+            if number == 1 and held_bytes(line).startswith(",".join(BEAM_COLUMNS).encode()):
                 raise UsageError(f"{NO_RECORDS}, not lines of --output-format csv")
             yield record_row(line, index=index, number=number)
             index += 1
 
     def _groups(self, reader: LineReader, count: int) -> Iterator[CandidateRow | None]:
         """Yield a row for every `count` lines, and None where no line is ready."""
-        index, group, first = 0, list[bytes | LongLine](), 0
+        index, group, first = 0, list[Line](), 0
         for item in reader:
             if item is None:
                 yield None

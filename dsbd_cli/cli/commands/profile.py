@@ -27,7 +27,7 @@ from dsbd_cli.cli.options.options import (
     SamplingOptions,
 )
 from dsbd_cli.cli.options.settings import RunSettings, devices_of, fixed_depth, refuse_idle_templates, run_settings
-from dsbd_cli.cli.run.files import check_files_under, check_report_files
+from dsbd_cli.cli.run.files import check_columns, check_files_under, check_report_files
 from dsbd_cli.cli.run.messages import Talk, say, set_style, talking
 from dsbd_cli.cli.run.prompts import read_prompts, warn_left_out, warn_plain
 from dsbd_cli.cli.run.signals import StoppedError, StopSignals
@@ -144,6 +144,7 @@ def _requests(prompts: PromptOptions, settings: RunSettings, devices: DeviceOpti
     count = prompts.records or RECORDS
     if prompts.input is None:
         check_files_under(prompts.files_under, "there is no --input")
+        check_columns(prompts.columns, None)
         if prompts.chat is not None:
             raise UsageError("--chat would do nothing, because there is no --input: drop it")
         refuse_idle_templates("there is no --input", devices)
@@ -162,7 +163,8 @@ def _requests(prompts: PromptOptions, settings: RunSettings, devices: DeviceOpti
         )
     if prompts.task is not None:
         raise UsageError("--input and --task cannot be used together: give one of them")
-    found = read_prompts("--input", prompts.input, settings.rows, most=count, files_under=prompts.files_under)
+    under, columns = prompts.files_under, prompts.columns
+    found = read_prompts("--input", prompts.input, settings.rows, most=count, files_under=under, columns=columns)
     if not found:
         raise UsageError(f"--input {prompts.input} holds no prompt")
     return tuple(found)
@@ -257,6 +259,7 @@ def _renderer(options: Mapping[str, object], prompts: PromptOptions) -> Callable
         words = option_words(_needed({**options, **changed}))
         words += ["--chat"] if prompts.chat else []
         words += [] if prompts.files_under is None else ["--files-under", str(prompts.files_under)]
+        words += [] if prompts.columns is None else ["--set", f"columns={prompts.columns}"]
         source = shlex.quote(str(prompts.input)) if prompts.input is not None else "prompts.jsonl"
         return f"{shlex.join(['dsbd', 'generate', *words])} --input {source}"
 

@@ -15,6 +15,7 @@ import typer
 from dsbd_cli.cli.options.declare import flag, grouped, option
 from dsbd_cli.cli.options.options import (
     CHAT,
+    COLUMNS,
     MAIN,
     DecodeOptions,
     DeviceOptions,
@@ -25,7 +26,7 @@ from dsbd_cli.cli.options.options import (
     TemplateOptions,
 )
 from dsbd_cli.cli.options.settings import RunSettings, fixed_depth, refuse_idle, refuse_idle_templates, run_settings
-from dsbd_cli.cli.run.files import check_model_folder
+from dsbd_cli.cli.run.files import check_columns, check_model_folder
 from dsbd_cli.cli.run.messages import say, set_style, warn
 from dsbd_cli.cli.run.prompts import (
     HELD_OUT_EVERY,
@@ -69,6 +70,7 @@ class TrimOptions:
         "-i",
     )
     held_out: Path | None = option(TRIM, "prompts to measure on instead of every eighth one")
+    columns: str | None = option(TRIM, COLUMNS, metavar="NAMES")
     chat: bool | None = flag(MAIN, CHAT)
     size: int | None = option(TRIM, "rows to keep, special and end tokens among them")
     coverage: float | None = option(TRIM, "keep as many rows as cover this share of the counted tokens")
@@ -98,6 +100,7 @@ def trim_draft(
             f"--input and --held-out are both {trim.input}, but a draft is not measured on what it is made from: "
             "name other prompts, or drop --held-out"
         )
+    check_columns(trim.columns, next((path for path in (trim.input, trim.held_out) if path and is_table(path)), None))
     if trim.json and trim.quiet:
         raise UsageError("--json and --quiet cannot be used together: give one of them")
     if trim.texts is not None and trim.held_out is None:
@@ -160,8 +163,11 @@ class _Trimming:
             _show(report, measured, len(held), str(self._output))
 
     def _prompts(self, path: Path | None, name: str) -> list[Request]:
-        requests = read_prompts(name, path, self._settings.rows) if path is not None else []
-        if path is not None and not requests:
+        if path is None:
+            return []
+        columns = self._trim.columns if is_table(path) else None
+        requests = read_prompts(name, path, self._settings.rows, columns=columns)
+        if not requests:
             raise UsageError(f"{name} {path} holds no prompts")
         return requests
 

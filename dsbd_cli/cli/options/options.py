@@ -34,6 +34,10 @@ CHATS = "Chats and prompts"
 JOB = "Options from a file"
 STANDARD = Path("-")
 CHAT = "put each prompt through the target's chat template, as one message of a user; --no-chat: as it stands"
+COLUMNS = (
+    "of an input table: FIELD=COLUMN,... takes fields from columns of other names (prompt=question,id=key), FIELD "
+    "alone from the column of its name, and FIELD= from none"
+)
 MAX_ERRORS = "end the run with exit code 1 when N rows have failed"
 
 InputFormat = Literal["auto", "strict", "text"]
@@ -57,8 +61,9 @@ class StreamOptions:
 
 @dataclass(frozen=True)
 class RowFileOptions:
-    """Options of where the files are that rows name."""
+    """Options of how a file of rows is read: the columns of a table, and where the files are that rows name."""
 
+    columns: str | None = option(FILES, COLUMNS, metavar="NAMES")
     files_under: Path | None = option(
         FILES,
         "the only folder, with those inside, that rows may name files in (audio, image); their paths begin there",
@@ -121,6 +126,11 @@ class JobOptions:
         JOB, "TOML file with any of these options and settings by their long names", callback=read_job
     )
     print_config: bool | None = switch(JOB, "print the options as such a file, and answer nothing")
+    dry_run: bool | None = switch(
+        MAIN,
+        "read the whole input with the tokenizer and no model, and print what a run would do: rows to answer, bad rows "
+        "with reasons, tokens; write nothing; with --set log=json print it as JSON",
+    )
 
 
 @dataclass(frozen=True)
@@ -243,7 +253,7 @@ class AnswerOptions:
     allow: str | None = option(
         MAIN,
         "the only answers that may come out: FILE.json, a JSON schema; FILE.lark, a Lark grammar; "
-        "regex:PATTERN, in Rust's syntax; any other file, a list: one answer per line, or in a .jsonl objects with "
+        "regex:PATTERN, in Rust's syntax; any other file, a list: one answer per line, or in a .jsonl or a .csv "
         "text or token_ids, and id and catalogue if wanted",
         metavar="WHAT",
     )

@@ -23,7 +23,8 @@ PREFIX = "DSBD_"
 OR_AUTO = ("depth", "batch_size", "workers")  # numbers that may also be the word auto
 OTHER_VARIABLES = ("DSBD_MODELS_FILE", "DSBD_DEBUG")  # read elsewhere, for every command
 YES, NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
-NOT_IN_A_FILE = ("config", "print_config", "set")
+OF_ONE_RUN = ("print_config", "dry_run")  # what no file and no variable says
+NOT_IN_A_FILE = ("config", "set", *OF_ONE_RUN)
 PLACES = "dsbd_cli.places"  # in a context: the place of each value that does not come from the command line
 
 
@@ -32,7 +33,7 @@ def read_environment(ctx: typer.Context) -> None:
 
     Raises UsageError.
     """
-    names = {one.name: variable(one.name) for one in ctx.command.params if one.name not in ("print_config", "set")}
+    names = {one.name: variable(one.name) for one in ctx.command.params if one.name not in ("set", *OF_ONE_RUN)}
     given = {name: os.environ[place] for name, place in names.items() if os.environ.get(place)}
     for one in ctx.command.params:
         word = given.get(one.name, "") if getattr(one, "is_flag", False) else ""
@@ -124,7 +125,7 @@ def variable(name: str) -> str:
 
 def check_variables(names: Collection[str], command: str) -> None:
     """Raise UsageError for a DSBD_ variable without an option: it is most likely misspelt, and would be ignored."""
-    known = {variable(name) for name in names if name != "print_config"}.union(OTHER_VARIABLES)
+    known = {variable(name) for name in names if name not in OF_ONE_RUN}.union(OTHER_VARIABLES)
     for name in sorted(os.environ):
         if name.startswith(PREFIX) and name not in known:
             rest = name.removeprefix(PREFIX)  # the prefix alone makes any two names alike

@@ -29,7 +29,10 @@ from dsbd_cli.config.model import BUILTIN_DRAFT, BUILTIN_TARGET, ModelSpec, OnTo
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.config.spelling import parse, parse_drafter, typed_names
 from dsbd_cli.config.variants import GRAMMAR, RULES, SEARCH, WIDTHS, runs_model, sampling_rules
+from dsbd_cli.engine.constraints.answer_files import check_answer_file
 from dsbd_cli.errors import UsageError, option_name, reading
+from dsbd_cli.io.lines.compression import compression
+from dsbd_cli.io.lines.encoding import check_text_file
 from dsbd_cli.io.records.reader import RowReader, stops_fault
 from dsbd_cli.io.records.record_parts import DIGESTS
 from dsbd_cli.io.records.row import MAX_LINE_BYTES
@@ -412,6 +415,10 @@ def allowed_answers(given: str | None, *, strict: bool = False) -> tuple[Path | 
     else:
         if not Path(given).is_file():
             raise UsageError(f"--allow {given or repr(given)} is no file")
+        if compression(Path(given)) is None:
+            with reading(f"--allow {given}"):
+                check_text_file(Path(given))
+        check_answer_file(Path(given))
         return Path(given), None
     try:
         grammar.source()
@@ -427,4 +434,5 @@ def _text(given: str) -> str:
             raise UsageError(f"--allow {given} is no file")
         if (size := path.stat().st_size) > MAX_LINE_BYTES:
             raise UsageError(f"--allow {given} has {size} bytes, but a grammar must have at most {MAX_LINE_BYTES}")
+        check_text_file(path)
         return path.read_text(encoding="utf-8-sig")

@@ -19,10 +19,12 @@ from dsbd_cli.config.variant import Format
 from dsbd_cli.config.variants import FORMATS
 from dsbd_cli.errors import UsageError, is_utf8, reading, require_package, shorten
 from dsbd_cli.io.lines.compression import check_whole, compression, open_input
-from dsbd_cli.io.lines.jsonl import BOM, HEAD_BYTES, check_new, read_lines
+from dsbd_cli.io.lines.encoding import check_text_file
+from dsbd_cli.io.lines.jsonl import BOM, check_new, read_lines
 from dsbd_cli.io.lines.replace import check_replaceable
 from dsbd_cli.io.lines.resume import settings_file
-from dsbd_cli.io.lines.tables import check_table, count_table_rows, is_table
+from dsbd_cli.io.lines.tables import Header, check_table, count_table_rows, is_table, table_header
+from dsbd_cli.io.records.cells import BY_NAME, SETTING, ColumnRules, column_rules
 from dsbd_cli.io.records.parse import ARRAY_HINT
 
 MAX_COUNTED_BYTES = 256 << 20
@@ -87,6 +89,7 @@ def check_files(files: FileOptions, read: Iterable[str | Path | None]) -> None:
     Raises UsageError."""
     output_format(files).load()
     _check_parquet(files)
+    input_columns(files)
     check_files_under(files.files_under, "every line is a prompt" if files.input_format == "text" else None)
     named = [
         (option, path)
@@ -192,7 +195,9 @@ def open_input_lines(
         with reading(f"--input {path}"):
             plain = compression(path) is None
             if files.input_format != "text":
-                check_rows_file(path)
+                check_rows_file(path, input_columns(files))
+            elif path.is_file():
+                check_text_file(path)
             size = path.stat().st_size if path.is_file() and plain else None
             if path.is_file() and not plain:
                 check_whole(path)
@@ -204,13 +209,12 @@ def open_input_lines(
     return sys.stdin.buffer, "standard input", None
 
 
-def check_rows_file(path: Path) -> None:
+def check_rows_file(path: Path, rules: ColumnRules = BY_NAME) -> None:
     """Refuse a table whose columns cannot be used, and a file that holds a JSON array. Raises UsageError, OSError."""
     if is_table(path):
-        check_table(path)
+        check_table(path, rules)
     elif path.is_file():
-        with open_input(path) as stream:
-            begin = stream.read(HEAD_BYTES)
+        begin = check_text_file(path)
         if begin.removeprefix(BOM).lstrip()[:1] == b"[":
             raise UsageError(f"{path} holds a JSON array, but rows are lines with an object each: {ARRAY_HINT}")
 
@@ -220,6 +224,30 @@ def reads_table(files: FileOptions) -> Path | None:
     if files.input is None or files.input == STANDARD or files.input_format == "text":
         return None
     return files.input if is_table(files.input) else None
+
+
+def input_columns(files: FileOptions) -> ColumnRules:
+    """Return which columns of the input, if it is a table, are fields. Raises UsageError."""
+    check_columns(files.columns, reads_table(files))
+    return column_rules(files.columns, strict=files.input_format == "strict")
+
+
+def check_columns(columns: str | None, table: Path | None) -> None:
+    """Raise UsageError for a --set columns that would do nothing."""
+    if columns is not None and (table is None or not is_table(table)):
+        raise UsageError(
+            f"{SETTING}={columns} would do nothing, because the input is no table, a file that ends in .csv, .tsv or "
+            ".parquet: drop it"
+        )
+
+
+def input_header(files: FileOptions) -> Header | None:
+    """Return the columns of an input table that is an ordinary file; None for any other input. Raises UsageError."""
+    table = reads_table(files)
+    if table is None or not table.is_file():
+        return None
+    with reading(f"--input {table}"):
+        return table_header(table, input_columns(files))
 
 
 def unlike_name(files: FileOptions) -> str | None:

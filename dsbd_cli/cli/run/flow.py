@@ -14,7 +14,7 @@ from dsbd_cli.io.lines.jsonl import LineWriter, NumberedLine
 from dsbd_cli.io.lines.resume import DoneRows, InputEnd
 from dsbd_cli.io.records.native_record import step_records
 from dsbd_cli.io.records.record_parts import row_error
-from dsbd_cli.io.records.row import LongLine, Row, held_bytes
+from dsbd_cli.io.records.row import Line, LongLine, Row, held_bytes
 from dsbd_cli.requests import Request, RequestResult
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ MakeRecord = Callable[[Row, RequestResult | None], bytes]
 class ReadRow(Protocol):
     """Interface of RowReader.read and RowReader.read_text."""
 
-    def __call__(self, line: bytes | LongLine, *, index: int, number: int) -> Row: ...
+    def __call__(self, line: Line, *, index: int, number: int) -> Row: ...
 
 
 class TooManyErrorsError(DsbdError):
@@ -145,15 +145,15 @@ class RowFlow:
             number, line = item
             index = self._index
             self._index += 1
-            self._position += (line.size if isinstance(line, LongLine) else len(line)) + 1
+            self._position += (line.size if isinstance(line, LongLine) else len(held_bytes(line))) + 1
             if self._shard is not None:
                 self._digest.update(held_bytes(line) + b"\n")
                 if not self._shard.has(index):
                     continue
             row = self._read_row(line, index=index, number=number)
             self._note_id(row)
-            if self._done.take(row.id, row.key):
-                self._reporter.totals.skipped += 1
+            if (found := self._done.take(row.id, row.key)) is not None:
+                self._reporter.totals.skip(found)
                 self._reporter.at(self._position, skipped=True)
                 continue
             for warning in row.warnings:
@@ -164,6 +164,8 @@ class RowFlow:
     def _note_id(self, row: Row) -> None:
         """Warn of an id that was used before, because it matters to whoever joins on ids. Memory for this is
         bounded."""
+        if row.id is None:
+            return
         name = hash(row.id)
         if name in self._ids:
             self._reporter.totals.duplicates += 1

@@ -16,7 +16,7 @@ from dsbd_cli.cli.options.options import STANDARD, FileOptions
 from dsbd_cli.cli.options.settings import TYPED
 from dsbd_cli.cli.run.files import is_special, output_format, resumes
 from dsbd_cli.cli.run.progress import Reporter
-from dsbd_cli.errors import OutputError, UsageError
+from dsbd_cli.errors import OutputError, UsageError, plural, reading
 from dsbd_cli.io.lines.compression import frame_maker
 from dsbd_cli.io.lines.jsonl import LineWriter
 from dsbd_cli.io.lines.lock import open_locked
@@ -33,20 +33,54 @@ from dsbd_cli.io.lines.resume import (
     whole_size,
     write_settings,
 )
-from dsbd_cli.io.records.record_parts import fingerprint_difference
+from dsbd_cli.io.records.beam_record import csv_line
+from dsbd_cli.io.records.record_parts import CarriedColumn, fingerprint_difference
+
+
+def read_earlier_run(files: FileOptions, settings: Settings) -> tuple[DoneRows, int]:
+    """Return the rows that an earlier run has done, and how many failed ones are to be answered again, of a run that
+    would go on with --output. Nothing is changed. Raises UsageError as the run would."""
+    output = files.output
+    if output is None or not resumes(files) or not output.is_file():
+        return DoneRows(), 0
+    with reading(f"--output {output}"), io.FileIO(output, "rb") as stream:
+        if not stream.seek(0, io.SEEK_END):
+            return DoneRows(), 0
+        _check_settings(files, settings, TYPED)
+        done = read_done(stream, output, whole_size(stream))
+    retried = done.failed.total() if files.existing == "retry" else 0
+    return (DoneRows(done.answered), retried) if retried else (done, 0)
+
+
+def _check_settings(files: FileOptions, settings: Settings, typed: Mapping[str, str]) -> int:
+    """Return when the run began that wrote --output. Raises UsageError where it had other settings."""
+    assert files.output is not None
+    before, created, _ = read_run(files.output, "--existing resume")
+    if difference := fingerprint_difference(before, settings, typed):
+        raise UsageError(
+            f"--existing {files.existing}: {files.output} was made with other settings: {difference}; use the same, or "
+            "name another file"
+        )
+    return created
 
 
 class Outputs:
     """Output files of a run. Entering the `with` block opens and locks them; `begin` makes them ready to be written."""
 
     def __init__(
-        self, files: FileOptions, settings: Settings, reporter: Reporter, typed: Mapping[str, str] = TYPED
+        self,
+        files: FileOptions,
+        settings: Settings,
+        reporter: Reporter,
+        typed: Mapping[str, str] = TYPED,
+        carried: tuple[CarriedColumn, ...] = (),
     ) -> None:
         """settings: of the run, which one that goes on must share. reporter: is told what an earlier run has left.
-        typed: names of the settings as the user types them."""
+        typed: names of the settings as the user types them. carried: columns of the input that a table repeats."""
         self.done = DoneRows()
         self.created = int(time.time())
         self._files, self._settings, self._reporter, self._typed = files, settings, reporter, typed
+        self._carried = carried
         self._stack = ExitStack()
         self._output: io.FileIO | None = None
         self._steps: io.FileIO | None = None
@@ -105,18 +139,34 @@ class Outputs:
             from dsbd_cli.io.lines.parquet_writer import TableWriter
 
             assert self._output is not None, "a Parquet file is an ordinary one"
-            records: LineWriter = TableWriter(self._output, str(output), form.columns)
+            records: LineWriter = TableWriter(self._output, str(output), form.columns, self._carried)
             self._stack.enter_context(records)
         else:
             records = self._writer(output, self._output)
             if form.columns:
-                records.write(",".join(form.columns).encode())
+                records.write(csv_line([*form.columns, *(column.name for column in self._carried)]))
         return records, None if steps is None else self._writer(steps, self._steps)
 
     def finish(self) -> None:
         """Close the output, if it was begun, so that what is reported afterwards is true. Raises OutputError."""
         if self._writers is not None:
             self._writers[0].close()
+
+    def drop_gone(self) -> None:
+        """Drop the failed records of an earlier run whose rows are gone or mended, and tell of it and of answers to
+        rows that are gone.
+
+        To be called before `finish`, when all rows of the input are known. Raises OutputError.
+        """
+        gone, left, output = self.done.failed.total(), self.done.answered.total(), self._files.output
+        if gone:
+            assert self._output is not None
+            assert output is not None
+            self._output, _ = drop_failed(self._output, output, self.done.failed)
+            self._stack.callback(self._output.close)
+            self._reporter.warn(f"{output}: {plural(gone, 'failed record')} dropped, whose rows are gone or mended")
+        if left:
+            self._reporter.warn(f"{output} holds {plural(left, 'record')} of rows that are not in the input any more")
 
     def complete(self, end: InputEnd) -> None:
         """Note in the settings file that all rows of a part are written."""
@@ -143,12 +193,7 @@ class Outputs:
         output, totals = self._files.output, self._reporter.totals
         assert output is not None
         if stream.seek(0, io.SEEK_END) > 0:
-            before, self.created, _ = read_run(output, "--existing resume")
-            if difference := fingerprint_difference(before, self._settings, self._typed):
-                raise UsageError(
-                    f"--existing {self._files.existing}: {output} was made with other settings: {difference}; "
-                    "use the same, or name another file"
-                )
+            self.created = _check_settings(self._files, self._settings, self._typed)
             end = whole_size(stream)
             self.done = read_done(stream, output, end)
             self._check_steps(output)
@@ -163,7 +208,6 @@ class Outputs:
             stream.seek(end)
         else:
             self._check_steps(output)
-        totals.skipped_failed = self.done.failed
         if self._steps is not None:
             assert self._files.stats is not None
             truncate_at(self._steps, finished_steps(self._steps, self._files.stats, self.done))

@@ -85,14 +85,14 @@ class Reporter:
         if not self._quiet:
             warn(message)
 
-    def row(self, index: int, row_id: str, error: RowError | None) -> None:
-        """Count a row that was written. error: why it failed."""
+    def row(self, index: int, row_id: str | None, error: RowError | None) -> None:
+        """Count a row that was written. row_id: None where it cannot be read. error: why it failed."""
         self.totals.rows += 1
         if error is None:
             return
         self.totals.failed += 1
         self.totals.errors[type(error).__name__] += 1
-        message = f"row {index} (id {row_id[:MAX_SHOWN]}): {error}"
+        message = f"row {index} ({'without an id' if row_id is None else f'id {row_id[:MAX_SHOWN]}'}): {error}"
         if len(self._failures) < MAX_NAMED_FAILURES:
             self._failures.append(message)
         if self._verbose:

@@ -8,15 +8,17 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from dsbd_cli.cli.run.files import check_files_under, check_rows_file
+from dsbd_cli.cli.run.files import check_columns, check_files_under, check_rows_file
 from dsbd_cli.cli.run.messages import warn
 from dsbd_cli.config.sampling import ReasoningMode
 from dsbd_cli.errors import UsageError, plural, reading
 from dsbd_cli.io.lines.compression import open_input
 from dsbd_cli.io.lines.line_reader import LineReader
-from dsbd_cli.io.lines.tables import lines_reader
+from dsbd_cli.io.lines.tables import is_table, lines_reader, table_header
+from dsbd_cli.io.records.cells import column_rules
 from dsbd_cli.io.records.file_roots import files_root
 from dsbd_cli.io.records.reader import RowReader
+from dsbd_cli.io.records.row import held_bytes
 from dsbd_cli.requests import EngineInfo, Request
 
 CHAT_OR_NOT = (
@@ -38,19 +40,26 @@ def read_prompts(
     most: int | None = None,
     seen: Callable[[bytes], object] | None = None,
     files_under: Path | None = None,
+    columns: str | None = None,
 ) -> list[Request]:
     """Return the requests of a file as generate reads it, the first `most` of them.
 
     Fields that are not used are warned of. seen: called with every line. files_under: the only folder that rows may
-    name files in. Raises UsageError with the first bad line, and if the file cannot be read.
+    name files in. columns: of a table, as --set columns names them. Raises UsageError with the first bad line, and if
+    the file cannot be read.
     """
     check_files_under(files_under)
+    check_columns(columns, path)
+    rules = column_rules(columns, strict=rows.strict)
     rows = replace(rows, files_root=files_root(files_under, path))
     found: list[Request] = []
     with reading(f"{option} {path}"), ExitStack() as stack:
-        check_rows_file(path)
+        check_rows_file(path, rules)
+        if is_table(path) and path.is_file() and (header := table_header(path, rules)) is not None:
+            for note in header.notes(path):
+                warn(note)
         stream = stack.enter_context(open_input(path))
-        reader = stack.enter_context(LineReader(stream, str(path), read=lines_reader(path)))
+        reader = stack.enter_context(LineReader(stream, str(path), read=lines_reader(path, rules)))
         for number, line in itertools.islice(filter(None, reader), most):
             row = rows.read(line, index=len(found), number=number)
             if row.request is None:
@@ -58,8 +67,8 @@ def read_prompts(
             found.append(row.request)
             for warning in row.warnings:
                 warn(f"{option} {path}: {warning}")
-            if seen is not None and isinstance(line, bytes):
-                seen(line)
+            if seen is not None:
+                seen(held_bytes(line))
     return found
 
 

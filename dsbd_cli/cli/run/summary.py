@@ -15,6 +15,7 @@ from dsbd_cli.cli.run.signals import StoppedError
 from dsbd_cli.errors import DsbdError, OutputError, plural
 from dsbd_cli.io.lines.jsonl import OUTPUT_CLOSED, ClosedOutputError
 from dsbd_cli.io.lines.replace import check_replaceable, write_atomically
+from dsbd_cli.io.lines.resume import Found
 from dsbd_cli.io.records.native_record import draft_fields, phase_seconds
 from dsbd_cli.io.schemas.contracts import SUMMARY
 from dsbd_cli.lab.metrics.environment import versions
@@ -115,6 +116,11 @@ class Totals:
         self.invalid_rows += result.invalid
         self.cut_rows += result.invalid and result.hypotheses[0].finish_reason == "length"
         self.stats.add(result.stats)
+
+    def skip(self, record: Found) -> None:
+        """Count a row that an earlier run has written a record of."""
+        self.skipped += 1
+        self.skipped_failed += record == "failed"
 
     @property
     def seconds(self) -> float:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import orjson
 import torch
 
+from dsbd_cli.engine.constraints.answer_files import FIELDS, check_answer_file, is_answer_table, table_answers
 from dsbd_cli.engine.constraints.answers import Catalogue, CatalogueAnswer, CatalogueCompiler
 from dsbd_cli.engine.constraints.compiled import VERSION, DamagedError, compiled_paths, read_compiled, write_compiled
 from dsbd_cli.engine.planning.memory_limit import free_bytes
@@ -16,7 +17,6 @@ from dsbd_cli.engine.protocols import TextCodec
 from dsbd_cli.errors import InvalidRowError, UsageError, shorten
 
 KEPT_FROM = 10_000  # answers; fewer are compiled in no time, so they are not kept
-FIELDS = ("text", "token_ids", "id", "catalogue")
 ANSWER_BYTES = 600  # of memory for one of many short answers at most, while they are compiled (measured)
 COUNTED = 1 << 20  # bytes of a file that are read together to count its lines
 
@@ -25,7 +25,7 @@ def open_catalogues(
     path: Path, codec: TextCodec, vocab_size: int, tell: Callable[[str], None] = lambda line: None
 ) -> dict[str, Catalogue]:
     """Return the catalogues of a file by name, "" for answers without one. vocab_size: V of the target. tell: is given
-    a line where a compiled file is damaged, so that the catalogues are compiled anew.
+    a line where a compiled file is damaged, so that the catalogues are compiled anew, and where two answers look alike.
 
     Raises UsageError where the file cannot be read, or names the line of an answer that the target cannot give.
     """
@@ -40,7 +40,10 @@ def open_catalogues(
         if kept is not None:
             return kept
     try:
-        found = {name: compiler.compile(answers) for name, answers in read_catalogues(path).items()}
+        answers = read_catalogues(path)
+        for line in _notes(answers):
+            tell(line)
+        found = {name: compiler.compile(some) for name, some in answers.items()}
     except InvalidRowError as error:
         raise UsageError(str(error)) from None
     if sum(map(len, found.values())) >= KEPT_FROM:
@@ -65,18 +68,21 @@ def _key(path: Path, codec: TextCodec, compiler: CatalogueCompiler) -> str:
     fingerprint: str | None = getattr(codec, "fingerprint", None)
     if fingerprint is None:
         return ""
-    settings = f"{VERSION} {content} {fingerprint} {compiler.vocab_size} {compiler.codec.eos_ids} {path.suffix}"
+    table = " table" if is_answer_table(path) else ""
+    settings = f"{VERSION} {content} {fingerprint} {compiler.vocab_size} {compiler.codec.eos_ids} {path.suffix}{table}"
     return hashlib.blake2b(settings.encode(), digest_size=16).hexdigest()
 
 
 def read_catalogues(path: Path) -> Mapping[str, list[CatalogueAnswer]]:
     """Return the answers of a file by catalogue, "" for answers without one. A file that ends in .jsonl holds objects,
-    any other one answer per line. Raises UsageError naming the line, or where the answers do not fit into memory."""
+    one in .csv or .tsv is a table of the same fields, any other one holds an answer per line. Raises UsageError naming
+    the line, or where the answers do not fit into memory."""
     found: dict[str, list[CatalogueAnswer]] = {}
+    check_answer_file(path)
     lines = path.suffix == ".jsonl"
     try:
         _check_room(path, free_bytes(torch.device("cpu")))
-        data = path.read_bytes()
+        data = b"" if is_answer_table(path) else path.read_bytes()
     except OSError as error:
         raise UsageError(f"allow {path} cannot be read: {error.strerror or error}") from None
     for number, raw in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
@@ -86,9 +92,26 @@ def read_catalogues(path: Path) -> Mapping[str, list[CatalogueAnswer]]:
         place = f"{path} line {number}"
         name, answer = _read_object(place, line) if lines else ("", CatalogueAnswer(place, text=_decoded(place, line)))
         found.setdefault(name, []).append(answer)
+    for number, row in table_answers(path) if is_answer_table(path) else ():
+        name, answer = _answer(f"{path} line {number}", row)
+        found.setdefault(name, []).append(answer)
     if not found:
         raise UsageError(f"{path} holds no answer")
     return found
+
+
+def _notes(catalogues: Mapping[str, list[CatalogueAnswer]]) -> Iterator[str]:
+    """Yield a line about answers of a catalogue that differ by blanks at their ends alone."""
+    for answers in catalogues.values():
+        ending = {text.rstrip(): text for one in answers if (text := one.text or "") != text.rstrip()}
+        alike = [one for one in answers if ending and one.text != ending.get((one.text or "").rstrip(), one.text)]
+        if alike:
+            text = alike[0].text or ""
+            more = "" if len(alike) == 1 else f" ({len(alike)} answers are like this)"
+            yield (
+                f"{alike[0].place}: the answer {shorten(text)} differs from {shorten(ending[text.rstrip()])}, which is "
+                f"allowed too, by blanks at the end alone{more}"
+            )
 
 
 def _check_room(path: Path, free: int) -> None:
@@ -134,6 +157,11 @@ def _read_object(place: str, line: bytes) -> tuple[str, CatalogueAnswer]:
         raise UsageError(f"{place}: not JSON: {error}") from None
     if not isinstance(row, dict):
         raise UsageError(f"{place} is {shorten(row)}, but must be an object with text or token_ids")
+    return _answer(place, row)
+
+
+def _answer(place: str, row: Mapping[str, object]) -> tuple[str, CatalogueAnswer]:
+    """Return the catalogue and the answer of an object or of a row of a table. Raises UsageError."""
     if unknown := [name for name in row if name not in FIELDS]:
         raise UsageError(f"{place}: unknown field {shorten(unknown[0])}: the fields are {', '.join(FIELDS)}")
     text, tokens, own, name = (row.get(field) for field in FIELDS)

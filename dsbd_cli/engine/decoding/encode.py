@@ -166,7 +166,7 @@ class Encoder:
                 f"truncate_prompt_tokens is {asked.truncate_prompt_tokens}, but the row gives {reads}, which is not "
                 "cut: drop it"
             )
-        limit, role = self._limit() if is_image else self._encoder_limit()
+        limit, role = self.limit() if is_image else self._encoder_limit()
         limit_text = f"{role}'s {'decoder' if is_image else 'encoder'} takes {limit}"
         most = self._most_characters(text, limit, limit_text, asked.truncate_prompt_tokens)
         cut = most is not None and request.prompt is not None and not is_image
@@ -181,7 +181,7 @@ class Encoder:
             encoder_input, dropped = self._fit_encoder_input(encoder_input, codec, asked.truncate_prompt_tokens)
             dropped = self._dropped(text, len(encoder_input), dropped) if cut else dropped
         self._check_memory(job.max_new)
-        new, (limit, role) = job.max_new, self._limit()
+        new, (limit, role) = job.max_new, self.limit()
         if limit is not None and len(prompt) + new > limit:
             raise PromptTooLongError(
                 f"the answer's first {len(prompt)} tokens and max_new_tokens {new} make {len(prompt) + new}, but the "
@@ -311,7 +311,7 @@ class Encoder:
         new: most tokens that it can generate, by default as the request says."""
         asked = request.sampling
         new = asked.max_new_tokens if new is None else new
-        limit, role = self._limit()
+        limit, role = self.limit()
         text, most = "", None
         if request.prompt_ids is not None:
             ids = [*request.prompt_ids, *(self.codec.encode_pieces([asked.prefix])[0] if asked.prefix else ())]
@@ -394,7 +394,7 @@ class Encoder:
                 "all rows have as many: use width fixed"
             )
 
-    def _limit(self) -> tuple[int | None, str]:
+    def limit(self) -> tuple[int | None, str]:
         """Return the smallest number of positions of the models, and the role of its model. The number is None where
         there is no limit."""
         draft_limit = None if self.draft is None else self.draft.max_positions
@@ -434,7 +434,7 @@ class Encoder:
     def _fit(self, ids: list[int], new: int, truncate: int | None) -> tuple[list[int], int]:
         """Return the prompt, cut to the models' positions and to `truncate` tokens, and how many tokens were dropped.
         Raises PromptTooLongError, and InvalidRowError where no token would be left."""
-        count, (limit, role) = len(ids), self._limit()
+        count, (limit, role) = len(ids), self.limit()
         if truncate is not None and 0 < truncate < count:
             ids = self._cut(ids, truncate)
             if not ids:

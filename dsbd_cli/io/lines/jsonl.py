@@ -15,7 +15,7 @@ import orjson
 
 from dsbd_cli.errors import OutputError, UsageError, writing
 from dsbd_cli.io.lines.compression import frame_maker
-from dsbd_cli.io.records.row import MAX_LINE_BYTES, LongLine
+from dsbd_cli.io.records.row import MAX_LINE_BYTES, Line, LongLine
 
 BOM = b"\xef\xbb\xbf"
 BLOCK_BYTES = 1 << 17
@@ -24,7 +24,7 @@ HEAD_BYTES = 256
 FRAME_LINES = 256
 FRAME_SECONDS = 1.0
 
-NumberedLine = tuple[int, bytes | LongLine]
+NumberedLine = tuple[int, Line]
 ReadLines = Callable[[BinaryIO], Iterator[NumberedLine]]  # read_lines, or a function that reads a table as such lines
 OUTPUT_CLOSED = 141  # exit code of a program that SIGPIPE ends: 128 + 13
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, BinaryIO, Self
 
 from dsbd_cli.errors import DsbdError, one_line
+from dsbd_cli.io.lines.encoding import check_encoding
 from dsbd_cli.io.lines.jsonl import BLOCK_BYTES, NumberedLine, ReadLines, read_lines
 from dsbd_cli.io.records.row import held_bytes
 
@@ -29,7 +30,7 @@ class LineReader:
     """An iterator over (line number, line), or None when no line has come within about 20 ms.
 
         with LineReader(stream, "prompts.jsonl") as source:
-            for item in source:  # tuple[int, bytes | LongLine] | None
+            for item in source:  # tuple[int, Line] | None
 
     Pass the line as it is to RowReader.read or read_text. A read error ends the iteration like the end of the file, so
     that the lines before it can still be answered. Then `check()`, or leaving the `with` block without an exception,
@@ -46,6 +47,7 @@ class LineReader:
         self._held: deque[NumberedLine] = deque()
         self._held_bytes = 0
         self._ended = self._closed = False
+        self.complete = False  # whether all lines were given out, and no error ended the reading early
         self._error: DsbdError | None = None
         self._stream = _Stoppable(stream)
         # A daemon, because a read from a stream that cannot be polled may never return.
@@ -61,6 +63,7 @@ class LineReader:
             left = None if lines else time.monotonic()
             if not lines:
                 if self._ended and not self._held:
+                    self.complete = self._error is None
                     return
                 yield None
             while lines and not self._closed:
@@ -82,6 +85,8 @@ class LineReader:
         try:
             for line in self._read_lines(io.BufferedReader(self._stream, BLOCK_BYTES)):
                 number = line[0]
+                if number == 1:
+                    check_encoding(held_bytes(line[1]), self._name)
                 if not self._offer(line):
                     break
         except DsbdError as error:

@@ -11,6 +11,7 @@ from pyarrow.parquet import ParquetWriter
 
 from dsbd_cli.errors import OutputError
 from dsbd_cli.io.lines.jsonl import LineWriter
+from dsbd_cli.io.records.record_parts import CarriedColumn
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -26,10 +27,13 @@ class TableWriter(LineWriter):
     no footer.
     """
 
-    def __init__(self, stream: io.FileIO, name: str, columns: tuple[str, ...]) -> None:
-        """stream: closed in the end. name: of the file, for messages."""
+    def __init__(
+        self, stream: io.FileIO, name: str, columns: tuple[str, ...], carried: tuple[CarriedColumn, ...] = ()
+    ) -> None:
+        """stream: closed in the end. name: of the file, for messages. carried: columns behind the others."""
         super().__init__(stream, name, owned=True)
         types = [(column, NUMBERS.get(column, pyarrow.string())) for column in columns]
+        types += [(column.name, pyarrow.type_for_alias(column.kind or "string")) for column in carried]
         self._schema = pyarrow.schema(types)
         self._rows: list[dict[str, object]] = []
         self._bytes = 0

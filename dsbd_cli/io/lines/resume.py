@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
+from typing import Literal
 
 import orjson
 
@@ -42,40 +43,58 @@ class InputEnd:
     digest: str
 
 
+Found = Literal["answered", "failed"]
+
+
 @dataclass(slots=True)
 class DoneRows:
-    """The rows whose records an output file holds. 16-byte digests of ids and keys are kept, not the texts."""
+    """The rows whose records an output file holds. 16-byte digests of ids and keys are kept, not the texts.
 
-    rows: Counter[bytes] = field(default_factory=Counter)
+    An id is None where it could not be read, which only failed rows have.
+
+    Attributes:
+        answered, failed: records that no row of the input has asked for yet, by digest. ids: of all records.
+    """
+
+    answered: Counter[bytes] = field(default_factory=Counter)
+    failed: Counter[bytes] = field(default_factory=Counter)
     ids: set[bytes] = field(default_factory=set)
-    failed: int = 0
 
-    def add(self, row_id: str, key: str, *, failed: bool) -> None:
+    def add(self, row_id: str | None, key: str, *, failed: bool) -> None:
         """Count one record."""
-        self.rows[_digest(row_id, key)] += 1
-        self.ids.add(_digest(row_id))
-        self.failed += failed
+        records = self.failed if failed else self.answered
+        records[record_digest(row_id, key)] += 1
+        if row_id is not None:
+            self.ids.add(_digest(row_id))
 
-    def take(self, row_id: str, key: str) -> bool:
-        """Return whether a row of the input is done. Each record counts for one row."""
-        if not self.rows:
-            return False
-        name = _digest(row_id, key)
-        left = self.rows.get(name, 0)
-        if left == 1:
-            del self.rows[name]
-        elif left:
-            self.rows[name] = left - 1
-        return left > 0
+    def take(self, row_id: str | None, key: str) -> Found | None:
+        """Return which record an earlier run has written of a row of the input, an answer rather than an error; None if
+        it has written none. Each record counts for one row."""
+        if not self.answered and not self.failed:
+            return None
+        name = record_digest(row_id, key)
+        if take_one(self.answered, name):
+            return "answered"
+        return "failed" if take_one(self.failed, name) else None
 
     def has_id(self, row_id: str) -> bool:
         """Return whether a record has this id."""
         return _digest(row_id) in self.ids
 
-    @property
-    def left(self) -> int:
-        """Number of records that no row of the input has asked for."""
-        return sum(self.rows.values())
+
+def take_one(counts: Counter[bytes], name: bytes) -> bool:
+    """Take one from a count above 0, and return whether there was one."""
+    left = counts.get(name, 0)
+    if left == 1:
+        del counts[name]
+    elif left:
+        counts[name] = left - 1
+    return left > 0
+
+
+def record_digest(row_id: str | None, key: str) -> bytes:
+    """Return what a record is known by."""
+    return _digest(row_id or "", key)  # no id is empty
 
 
 def _digest(*parts: str) -> bytes:
@@ -180,8 +199,9 @@ def _lines(stream: io.FileIO, end: int) -> Iterator[tuple[int, bytes]]:
             yield number, line
 
 
-def _id_key_failed(line: bytes, path: Path, number: int) -> tuple[str, str, bool]:
-    """Return id and key of a native record or of a line of an OpenAI batch output, and whether its row failed.
+def _id_key_failed(line: bytes, path: Path, number: int) -> tuple[str | None, str, bool]:
+    """Return id and key of a native record or of a line of an OpenAI batch output, and whether its row failed. The id
+    of a row that failed may be None.
 
     Raises UsageError for any other line.
     """
@@ -189,21 +209,26 @@ def _id_key_failed(line: bytes, path: Path, number: int) -> tuple[str, str, bool
         openai = "custom_id" in record
         row_id = record.get("custom_id" if openai else "id")
         key = record.get("id" if openai else "key")
-        if isinstance(row_id, str) and isinstance(key, str):
-            return row_id, key.removeprefix(OPENAI_ID), record.get("error") is not None
+        failed = record.get("error") is not None
+        if isinstance(key, str) and (isinstance(row_id, str) or (row_id is None and failed)):
+            return row_id, key.removeprefix(OPENAI_ID), failed
     raise UsageError(
         f"--existing resume: line {number} of {path} is no record of dsbd: take it out, or use --existing overwrite"
     )
 
 
-def drop_failed(stream: io.FileIO, path: Path) -> tuple[io.FileIO, int]:
+def drop_failed(stream: io.FileIO, path: Path, which: Counter[bytes] | None = None) -> tuple[io.FileIO, int]:
     """Replace a file by one without its failed records, in one step. The new file is locked before the old one is
     closed.
 
-    Return the new stream and how many records were dropped. Nothing is written if no record has failed.
+    which: how many of them go, by digest; None: all. Return the new stream and how many records were dropped. Nothing
+    is written if none is.
     """
-    end = stream.seek(0, os.SEEK_END)
-    bad = {number for number, line in _lines(stream, end) if _id_key_failed(line, path, number)[2]}
+    end, left, bad = stream.seek(0, os.SEEK_END), Counter(which), set[int]()
+    for number, line in _lines(stream, end):
+        row_id, key, failed = _id_key_failed(line, path, number)
+        if failed and (which is None or take_one(left, record_digest(row_id, key))):
+            bad.add(number)
     if not bad:
         return stream, 0
     with replacing(path) as fresh:

@@ -4,19 +4,33 @@ the same."""
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from dsbd_cli.errors import InvalidRowError, UsageError, one_line, plural, reading, require_package, shorten
+from dsbd_cli.errors import (
+    InvalidRowError,
+    UsageError,
+    one_line,
+    plural,
+    reading,
+    require_package,
+    shown_name,
+    shown_names,
+)
 from dsbd_cli.io.lines.compression import ending, open_input
+from dsbd_cli.io.lines.encoding import check_text_file
 from dsbd_cli.io.lines.jsonl import BLOCK_BYTES, BOM, HEAD_BYTES, NumberedLine, ReadLines, read_lines
-from dsbd_cli.io.records.cells import FIELDS, check_columns, row_line
-from dsbd_cli.io.records.row import MAX_LINE_BYTES, LongLine
+from dsbd_cli.io.records.cells import BY_NAME, SETTING, ColumnRules, Columns, columns_of, id_fields, table_row
+from dsbd_cli.io.records.input_forms import SOURCES
+from dsbd_cli.io.records.row import MAX_LINE_BYTES, Fields, LongLine, TableRow
 
 if TYPE_CHECKING:
-    from pyarrow import RecordBatch
+    from pyarrow import DataType, RecordBatch, Schema
+    from pyarrow.parquet import ParquetFile
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 PARQUET = ".parquet"
@@ -29,15 +43,54 @@ def is_table(path: Path) -> bool:
     return ending(path) in (*DELIMITERS, PARQUET)
 
 
-def lines_reader(path: Path) -> ReadLines:
-    """Return the function that reads the rows of a file of this name as lines of JSON."""
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The columns of a table that was looked at.
+
+    Attributes:
+        left_out: names of columns that are no fields and hold bytes, which metadata cannot: they are not read. kinds:
+            types of the other ones as pyarrow spells them, for numbers and booleans of Parquet.
+    """
+
+    columns: Columns
+    left_out: tuple[str, ...] = ()
+    kinds: Mapping[str, str] = field(default_factory=dict)
+
+    def notes(self, path: Path) -> list[str]:
+        """Return lines about columns that somebody may have meant otherwise."""
+        notes = []
+        if unused := self.columns.unused:
+            names, one = shown_names(list(unused)), len(unused) == 1
+            source = next(name for name in (*SOURCES, "body") if name in self.columns.fields)
+            notes.append(
+                f"{path}: the column{'' if one else 's'} {names} {'is' if one else 'are'} carried, and no field of the "
+                f"rows ({SETTING}={','.join(unused.values())} changes that, {SETTING}={source} ends this line)"
+            )
+        if self.left_out:
+            notes.append(f"{path}: left out, because bytes are not carried: {shown_names(self.left_out)}")
+        return notes
+
+
+def lines_reader(path: Path, rules: ColumnRules = BY_NAME) -> ReadLines:
+    """Return the function that reads the rows of a file of this name as lines of JSON. rules: which columns of a table
+    are fields."""
     if ending(path) == PARQUET:
-        return partial(_parquet_lines, path)
+        return partial(_parquet_lines, path, rules)
     delimiter = DELIMITERS.get(ending(path))
-    return read_lines if delimiter is None else partial(read_csv, name=str(path), delimiter=delimiter)
+    return read_lines if delimiter is None else partial(read_csv, name=str(path), delimiter=delimiter, rules=rules)
 
 
-def check_table(path: Path) -> None:
+def table_header(path: Path, rules: ColumnRules = BY_NAME) -> Header | None:
+    """Return the columns of a table; None where the file is empty. Raises UsageError and OSError."""
+    if ending(path) == PARQUET:
+        with _parquet_file(path) as file:
+            return _parquet_header(file.schema_arrow, str(path), rules)
+    with open_input(path) as stream:
+        found = next(_records(_RecordLines(stream, MAX_LINE_BYTES), DELIMITERS[ending(path)]), None)
+    return None if found is None else Header(_header(*found, str(path), rules))
+
+
+def check_table(path: Path, rules: ColumnRules = BY_NAME) -> None:
     """Check the column names of a table. Raises UsageError if it cannot be read, or no row could be answered."""
     if ending(path) == PARQUET:
         if path.suffix.lower() != PARQUET:
@@ -46,8 +99,11 @@ def check_table(path: Path) -> None:
         if not path.is_file():
             raise UsageError(f"{path} is no ordinary file: Parquet is not read from a pipe")
     if path.is_file():
-        with reading(str(path)), open_input(path) as stream:
-            next(lines_reader(path)(stream), None)
+        with reading(str(path)):
+            if ending(path) != PARQUET:
+                check_text_file(path)
+            with open_input(path) as stream:
+                next(lines_reader(path, rules)(stream), None)
 
 
 def count_table_rows(path: Path) -> int | None:
@@ -71,27 +127,47 @@ def count_table_rows(path: Path) -> int | None:
 
 
 def read_csv(
-    stream: BinaryIO, *, name: str, delimiter: str = ",", limit: int = MAX_LINE_BYTES
+    stream: BinaryIO,
+    *,
+    name: str,
+    delimiter: str = ",",
+    limit: int = MAX_LINE_BYTES,
+    rules: ColumnRules = BY_NAME,
 ) -> Iterator[NumberedLine]:
-    """Yield the number of the first line and the JSON of every row after the header. Blank lines are skipped.
+    """Yield the number of its first line and a TableRow for every row after the header. Blank lines are skipped.
 
     A row that cannot be read, or has more than `limit` bytes, is yielded as a LongLine with the reason. name: for
     messages. Raises UsageError for a header that cannot be used.
     """
-    names: list[str] | None = None
+    names: list[str] = []
+    columns: Columns | None = None
     lines = _RecordLines(stream, limit)
     for cells, reason in _records(lines, delimiter):
-        if names is None:
-            names = _header(cells, reason, name)
+        if columns is None:
+            columns = _header(cells, reason, name, rules)
+            names = [cell.strip() for cell in cells or ()]
             continue
         try:
             if cells is None or reason:
                 raise InvalidRowError(reason)
             if len(cells) != len(names):
                 raise InvalidRowError(f"the row has {plural(len(cells), 'cell')}, but the header has {len(names)}")
-            yield lines.first, row_line(zip(names, cells, strict=True))
+            yield lines.first, table_row(dict(zip(names, cells, strict=True)), columns)
         except InvalidRowError as error:
-            yield lines.first, LongLine(lines.size, lines.head, str(error))
+            yield lines.first, LongLine(lines.size, lines.head, str(error), _known_id(names, cells, columns))
+
+
+def _known_id(names: list[str], cells: list[str] | None, columns: Columns) -> Fields | None:
+    """Return the field of the id of a row that cannot be read; None where nobody knows its cell.
+
+    In a row with too many or too few cells only the first one is surely that of its column.
+    """
+    name = columns.fields.get("id", columns.fields.get("custom_id"))
+    if name is None:
+        return {}
+    if cells is None or (len(cells) != len(names) and name != names[0]):
+        return None
+    return id_fields(dict(zip(names, cells, strict=False)), columns)
 
 
 def _records(lines: _RecordLines, delimiter: str) -> Iterator[tuple[list[str] | None, str]]:
@@ -117,8 +193,8 @@ def _records(lines: _RecordLines, delimiter: str) -> Iterator[tuple[list[str] | 
             yield None, f"not valid CSV: {wording}"
 
 
-def _header(cells: list[str] | None, reason: str, file: str) -> list[str]:
-    """Return the names of the columns. Raises UsageError."""
+def _header(cells: list[str] | None, reason: str, file: str, rules: ColumnRules) -> Columns:
+    """Return the columns that a header names. Raises UsageError."""
     if cells is None:
         raise UsageError(f"the header of {file} cannot be read: {reason or 'it is too long'}")
     names = [name.strip() for name in cells]
@@ -126,13 +202,12 @@ def _header(cells: list[str] | None, reason: str, file: str) -> list[str]:
         "".join(names).encode()
     except UnicodeEncodeError:
         raise UsageError(f"the header of {file} is not UTF-8: save the file in UTF-8") from None
-    _check_header(names, file)
-    return names
+    return _columns(names, file, rules)
 
 
-def _check_header(names: list[str], file: str) -> None:
+def _columns(names: list[str], file: str, rules: ColumnRules) -> Columns:
     try:
-        check_columns(names)
+        return columns_of(names, rules)
     except UsageError as error:
         raise UsageError(f"the header of {file} cannot be used: {error}") from None
 
@@ -196,60 +271,96 @@ class _RecordLines:
 # Parquet
 
 
-def _parquet_lines(path: Path, stream: BinaryIO) -> Iterator[NumberedLine]:
-    """Yield the number of every row, from 1, and its JSON line. Rows are read in batches.
-
-    stream: the same file, which is not used: the path is opened again, because Parquet needs a file that can be sought
-    in. Raises OSError, and UsageError for columns that cannot be used.
-    """
+@contextmanager
+def _parquet_file(path: Path) -> Iterator[ParquetFile]:
+    """Yield an open Parquet file. Raises OSError for whatever is wrong with it."""
     import pyarrow
     from pyarrow.parquet import ParquetFile
 
     try:
         with ParquetFile(path, buffer_size=BLOCK_BYTES) as file:
-            names = file.schema_arrow.names
-            _check_header(names, str(path))
-            size = sum(file.metadata.row_group(place).total_byte_size for place in range(file.num_row_groups))
-            rows = min(MAX_BATCH_ROWS, max(1, BATCH_BYTES * file.metadata.num_rows // max(size, 1)))
-            number = 0
-            for batch in file.iter_batches(batch_size=rows, use_threads=False):
-                for line in _batch_lines(batch):
-                    number += 1
-                    yield number, line
+            yield file
     except (OSError, pyarrow.ArrowException) as error:
         raise OSError(f"no Parquet that can be read: {one_line(error)}") from None
 
 
-def _batch_lines(batch: RecordBatch) -> Iterator[bytes | LongLine]:
-    """Yield the JSON line of every row of a batch. A cell for which Python has no value, such as a date after the
-    year 9999, costs its row alone."""
+def _parquet_header(schema: Schema, name: str, rules: ColumnRules) -> Header:
+    """Return the columns of a Parquet file. Raises UsageError."""
+    from pyarrow.types import is_boolean, is_floating, is_integer
+
+    columns, types = _columns(schema.names, name, rules), dict(zip(schema.names, schema.types, strict=True))
+    left_out = tuple(name for name in columns.carried if _holds_bytes(types[name]))
+    carried = tuple(name for name in columns.carried if name not in left_out)
+    plain = [name for name in carried if any(fits(types[name]) for fits in (is_boolean, is_floating, is_integer))]
+    return Header(replace(columns, carried=carried), left_out, {name: str(types[name]) for name in plain})
+
+
+def _holds_bytes(kind: DataType) -> bool:
+    from pyarrow.types import is_binary, is_binary_view, is_fixed_size_binary, is_large_binary
+
+    inside = any(_holds_bytes(kind.field(place).type) for place in range(kind.num_fields))
+    return inside or any(fits(kind) for fits in (is_binary, is_binary_view, is_fixed_size_binary, is_large_binary))
+
+
+def _parquet_lines(path: Path, rules: ColumnRules, stream: BinaryIO) -> Iterator[NumberedLine]:
+    """Yield the number of every row, from 1, and a TableRow. Rows are read in batches.
+
+    stream: the same file, which is not used: the path is opened again, because Parquet needs a file that can be sought
+    in. Raises OSError, and UsageError for columns that cannot be used.
+    """
+    with _parquet_file(path) as file:
+        header = _parquet_header(file.schema_arrow, str(path), rules)
+        columns, wanted = header.columns, None
+        if header.left_out:
+            wanted = [name for name in file.schema_arrow.names if name not in header.left_out]
+        size = sum(file.metadata.row_group(place).total_byte_size for place in range(file.num_row_groups))
+        rows = min(MAX_BATCH_ROWS, max(1, BATCH_BYTES * file.metadata.num_rows // max(size, 1)))
+        number = 0
+        for batch in file.iter_batches(batch_size=rows, columns=wanted, use_threads=False):
+            for line in _batch_lines(batch, columns):
+                number += 1
+                yield number, line
+
+
+def _batch_lines(batch: RecordBatch, columns: Columns) -> Iterator[TableRow | LongLine]:
+    """Yield every row of a batch. A cell of a field for which Python has no value, such as a date after the year 9999,
+    costs its row alone."""
     try:
         rows = batch.to_pylist(maps_as_pydicts="strict")
     except Exception:  # what a conversion raises depends on the column's type
         for place in range(batch.num_rows):
-            yield _row_alone(batch.slice(place, 1))
+            yield _row_alone(batch.slice(place, 1), columns)
     else:
-        yield from map(_parquet_line, rows)
+        for row in rows:
+            yield _parquet_row(row, columns)
 
 
-def _row_alone(batch: RecordBatch) -> bytes | LongLine:
-    """Return the JSON line of a batch's only row, or the reason why a cell of it cannot be read."""
+def _row_alone(batch: RecordBatch, columns: Columns) -> TableRow | LongLine:
+    """Return a batch's only row, or the reason why a cell of it cannot be read."""
+    from pyarrow.types import is_string
+
     row: dict[str, object] = {}
+    reason = ""
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         try:
             [row[name]] = column.to_pylist(maps_as_pydicts="strict")
         except Exception as error:
-            if name not in FIELDS:  # nobody reads it
-                row[name] = str(column.type)
-                continue
-            shown = name if name.isidentifier() else shorten(name)
-            return LongLine(0, reason=f"{shown} cannot be read as {column.type}: {one_line(error)}")
-    return _parquet_line(row)
+            if name in columns.carried and column.type.num_fields == 0 and not is_string(column.type):
+                [row[name]] = column.cast("string").to_pylist()
+            else:
+                reason = reason or f"{shown_name(name)} cannot be read as {column.type}: {one_line(error)}"
+    if not reason:
+        return _parquet_row(row, columns)
+    known = id_fields(row, columns) if columns.fields.get("id", "") in {"", *row} else None
+    return LongLine(0, reason=reason, fields=known)
 
 
-def _parquet_line(row: dict[str, object]) -> bytes | LongLine:
+def _parquet_row(row: dict[str, object], columns: Columns) -> TableRow | LongLine:
     try:
-        line = row_line(row.items())
+        found = table_row(row, columns)
     except InvalidRowError as error:
-        return LongLine(0, reason=str(error))
-    return line if len(line) <= MAX_LINE_BYTES else LongLine(len(line), line[:HEAD_BYTES])
+        return LongLine(0, reason=str(error), fields=id_fields(row, columns))
+    size = len(found.line) + len(found.carried)
+    if size <= MAX_LINE_BYTES:
+        return found
+    return LongLine(size, found.line[:HEAD_BYTES], fields=id_fields(row, columns))

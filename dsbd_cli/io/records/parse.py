@@ -30,6 +30,23 @@ def parse_object(line: bytes) -> Fields:
     return row
 
 
+def readable_fields(line: bytes) -> Fields | None:
+    """Return the fields of a line that `parse_object` refuses, as far as they can be read; None where it is no object.
+
+    Numbers out of range and NaN are accepted. A name that stands twice has a list of its values.
+    """
+    try:
+        pairs: object = json.loads(line.decode("utf-8", "surrogateescape"), object_pairs_hook=tuple)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(pairs, tuple):
+        return None
+    fields: Fields = {}
+    for name, value in pairs:
+        fields[name] = [fields[name], value] if name in fields else value
+    return fields
+
+
 def decoded(line: bytes) -> str:
     """Return a line as text. Raises InvalidRowError if it is not UTF-8."""
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -13,13 +14,13 @@ from dsbd_cli.config.method import check_request
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.config.token_rules import SEPARATOR, named_rules, without_rules, written_rules
 from dsbd_cli.config.variants import RULES
-from dsbd_cli.errors import MOST_INTEGER, InvalidRowError, UsageError, shorten
+from dsbd_cli.errors import MOST_INTEGER, InvalidRowError, UsageError, is_utf8, shorten, shown_name
 from dsbd_cli.io.records.fields import Messages, has_functions, messages, response_format, text
 from dsbd_cli.io.records.file_roots import file_of_row
 from dsbd_cli.io.records.input_forms import SOURCES, ParsedRow, as_written, other_names, parsed_row
-from dsbd_cli.io.records.parse import decoded, parse_object
+from dsbd_cli.io.records.parse import decoded, parse_object, readable_fields
 from dsbd_cli.io.records.request_fields import MAX_NEW_TOKENS, MAX_STOP_BYTES, MAX_STOPS
-from dsbd_cli.io.records.row import Fields, Form, LongLine, Row, content_key, readable
+from dsbd_cli.io.records.row import Fields, Form, Line, LongLine, Row, TableRow, content_key, readable, with_carried
 from dsbd_cli.requests import Request, check_ends, check_seed, derive_seed
 
 WARP_FIELDS = {"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0}  # by name: the value that asks for no warp
@@ -45,6 +46,7 @@ NUMBERS = (
     *("temperature", "top_p", "min_p", "length_penalty"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
+NO_SOURCE = "neither prompt nor messages is given"
 MAX_WARNED = 100
 MAX_KNOWN = 256  # checked option sets, and names of checked grammars, that are kept
 MAX_KNOWN_BYTES = 4096  # of an option set that is kept
@@ -90,12 +92,11 @@ class RowReader:
         check_ends(self.sampling, self.grammar)
         object.__setattr__(self, "_searches", not RULES[self.rule].samples)
 
-    def read(self, line: bytes | LongLine, *, index: int, number: int) -> Row:
+    def read(self, line: Line, *, index: int, number: int) -> Row:
         """Return the row of a line of JSON, flat or in an OpenAI batch envelope.
 
         index: of the row, from 0. number: of the line, from 1. Nothing in the line raises.
         """
-        row_id = str(index)
         raw: Fields = {}
         metadata: object | None = None
         warnings: tuple[str, ...] = ()
@@ -103,37 +104,37 @@ class RowReader:
         overruled = False
         try:
             raw = parse_object(readable(line))
-            row_id = own_id(raw, row_id, "id", "custom_id")
+            row_id = own_id(raw, str(index), "id", "custom_id")
             parsed = parsed_row(raw)
             form, row = parsed.form, parsed.fields
-            metadata = row.get("metadata")
+            metadata = with_carried(row.get("metadata"), line)
             warnings = self._warnings(parsed, number)
             request = self._request(row, row_id)
             overruled = self._searches and _asks_for_sampling(row)
             if overruled:
                 warnings += self._overruled(number)
         except (InvalidRowError, UsageError) as error:
-            failure = InvalidRowError(f"line {number}: {as_written(str(error), raw)}")
-            return Row(index, number, row_id, None, failure, metadata, _raw_key(row_id, line), warnings, (), form)
+            failure = InvalidRowError(f"line {number}: {_as_written(str(error), raw, line)}")
+            failed_id = id_of_failed(raw, line, index, "id", "custom_id")
+            return Row(index, number, failed_id, None, failure, metadata, _raw_key(failed_id, line), warnings, (), form)
         row["id"] = row_id
         key = content_key(_asked_for(row))
-        written = other_names(raw)
+        written = _other_names(raw, line)
         return Row(index, number, row_id, request, None, metadata, key, warnings, written, form, overruled)
 
-    def read_prompt(self, line: bytes | LongLine, *, index: int) -> tuple[str, Prompt | InvalidRowError]:
+    def read_prompt(self, line: Line, *, index: int) -> tuple[str | None, Prompt | InvalidRowError]:
         """Return a row's id and its prompt or messages, whatever options it has, or why they cannot be read. For speech
-        or a picture it is the text beside it, or ""."""
-        row_id = str(index)
+        or a picture it is the text beside it, or "". The id is that of a Row."""
         raw: Fields = {}
         try:
             raw = parse_object(readable(line))
-            row_id = own_id(raw, row_id, "id", "custom_id")
+            row_id = own_id(raw, str(index), "id", "custom_id")
             prompt, chat, _ = self._asked(parsed_row(raw).fields)
         except (InvalidRowError, UsageError) as error:
-            return row_id, InvalidRowError(as_written(str(error), raw))
+            return id_of_failed(raw, line, index, "id", "custom_id"), InvalidRowError(as_written(str(error), raw))
         return row_id, chat or prompt or ""
 
-    def read_text(self, line: bytes | LongLine, *, index: int, number: int) -> Row:
+    def read_text(self, line: Line, *, index: int, number: int) -> Row:
         """Return the row of a line of plain text, which is the prompt."""
         row_id = str(index)
         key = _raw_key(row_id, line)
@@ -185,7 +186,7 @@ class RowReader:
         if len(given) > 1 and given != ["prompt", "image"]:
             raise InvalidRowError(f"{given[0]} and {given[1]} are both given: give one of them")
         if not given:
-            raise InvalidRowError("neither prompt nor messages is given")
+            raise InvalidRowError(NO_SOURCE)
         prompt = text(row, "prompt") if "prompt" in row else None
         chat, continued = messages(row["messages"]) if "messages" in row else (None, False)
         if self.chat and prompt is not None and "image" not in row:  # beside a picture it is the decoder's, no message
@@ -484,7 +485,42 @@ def own_id(raw: Fields, default: str, *names: str) -> str:
     return value
 
 
-def _raw_key(row_id: str, line: bytes | LongLine) -> str:
+def _as_written(message: str, raw: Fields, line: Line) -> str:
+    """Return a message that begins with a field's name, with the name that the row or its table uses."""
+    message = as_written(message, raw)
+    if not isinstance(line, TableRow):
+        return message
+    if message == NO_SOURCE:
+        source = next(name for name in (*SOURCES, "body") if name in line.names)
+        return f"{shown_name(line.names[source])} is empty"
+    name = re.split(r"[ .\[]", message, maxsplit=1)[0]
+    column = line.names.get(name, name)
+    return message if column == name else shown_name(column) + message[len(name) :]
+
+
+def _other_names(raw: Fields, line: Line) -> tuple[tuple[str, str], ...]:
+    """Return our name and the row's, of each option that a row gives under another name."""
+    if not isinstance(line, TableRow):
+        return other_names(raw)
+    return tuple((name, shown_name(column)) for name, column in line.names.items() if name not in (column, "id"))
+
+
+def id_of_failed(raw: Fields, line: Line, index: int, *names: str) -> str | None:
+    """Return the id of a row that failed, as `own_id` does; None where it cannot be read.
+
+    raw: the row's fields; empty where the line was refused before they were known.
+    """
+    fields = line.fields if isinstance(line, LongLine) else raw or readable_fields(readable(line))
+    if fields is None:
+        return None
+    try:
+        row_id = own_id(fields, str(index), *names)
+    except InvalidRowError:
+        return None
+    return row_id if is_utf8(row_id) else None
+
+
+def _raw_key(row_id: str | None, line: Line) -> str:
     if isinstance(line, LongLine):
-        line = b"%d:%b" % (line.size, line.head)
-    return content_key(orjson.dumps(row_id) + line)
+        return content_key(orjson.dumps(row_id) + b"%d:%b%b" % (line.size, line.head, line.reason.encode()))
+    return content_key(orjson.dumps(row_id) + readable(line))

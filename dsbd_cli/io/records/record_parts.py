@@ -15,15 +15,30 @@ from dsbd_cli.config.model import Quantize
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.config.variant import Exactness
 from dsbd_cli.config.variants import MIN_WIDTH, RULES, WIDTH_THRESHOLD
-from dsbd_cli.errors import NumericalError, RowError, shorten
+from dsbd_cli.errors import NumericalError, RowError, shorten, shown_name
 from dsbd_cli.io.records.reader import WARP_FIELDS, RowReader
 from dsbd_cli.io.records.row import Fields, Row
 from dsbd_cli.requests import Hypothesis, RequestResult
 
 
 @dataclass(frozen=True, slots=True)
+class CarriedColumn:
+    """A column of the input table that an output table has, too.
+
+    Attributes:
+        name: in the output. source: in the input, and so in the rows' metadata.
+        kind: type of numbers and booleans, as pyarrow spells it; None: text.
+    """
+
+    name: str
+    source: str
+    kind: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class MethodRecord:
-    """Facts that are the same in every output record of a run: the method and the names of the models."""
+    """Facts that are the same in every output record of a run: the method, the names of the models, and the columns
+    that an output table takes from its input."""
 
     method: MethodConfig
     target: str
@@ -32,6 +47,7 @@ class MethodRecord:
     quantize: Quantize | None = None
     exactness: Exactness | None = None  # of this run, once the target is loaded; None: the method's
     threads: int | None = None  # of the processor, once the target is loaded; a resumed run may have another number
+    carried: tuple[CarriedColumn, ...] = ()
     encoded: orjson.Fragment = field(init=False, repr=False, compare=False)  # fields() and threads, as JSON
     fingerprint: str = field(init=False, repr=False, compare=False)
 
@@ -86,7 +102,7 @@ def row_error(row: Row, result: RequestResult | None) -> RowError | None:
     if result.error is not None:
         message = str(result.error)
         for name, written in row.written:
-            message = re.sub(rf"\b{name}\b", written, message)
+            message = re.sub(rf"\b{name}\b", written.replace("\\", r"\\"), message)
         return type(result.error)(f"line {row.number}: {message}")
     for beam in result.hypotheses:
         if not (math.isfinite(beam.logprob) and math.isfinite(beam.score)):
@@ -153,7 +169,7 @@ def fingerprint_difference(
         if name in same or (name in DIGESTS and None in (before, now)):
             continue
         if before != now or isinstance(before, bool) is not isinstance(now, bool):
-            shown = (typed or {}).get(name, name if name.isidentifier() else shorten(name))
+            shown = (typed or {}).get(name, shown_name(name))
             differences.append(f"{shown} was {_shown_value(before)} and is {_shown_value(now)}")
     return ", ".join(differences) or None
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
+
+import orjson
 
 from dsbd_cli.errors import InvalidRowError, RowError, shorten
 from dsbd_cli.requests import Request
@@ -22,15 +25,37 @@ class LongLine:
     Attributes:
         size: bytes of the line. head: its first bytes.
         reason: why it cannot be read; empty: it is too long.
+        fields: the fields that say the row's id, where these could be read; None where they could not.
     """
 
     size: int
     head: bytes = b""
     reason: str = ""
+    fields: Fields | None = None
 
 
-def readable(line: bytes | LongLine) -> bytes:
+@dataclass(frozen=True, slots=True)
+class TableRow:
+    """A row of a table.
+
+    Attributes:
+        line: the JSON line that asks for the same.
+        carried: JSON object of the cells that are no fields, by column: they go into the metadata.
+        names: field -> name of its column.
+    """
+
+    line: bytes
+    carried: bytes
+    names: Mapping[str, str]
+
+
+Line = bytes | TableRow | LongLine
+
+
+def readable(line: Line) -> bytes:
     """Return the line. Raises InvalidRowError for one that is too long, or was no row of its table."""
+    if isinstance(line, TableRow):
+        return line.line
     if not isinstance(line, LongLine):
         return line
     if line.reason:
@@ -39,9 +64,23 @@ def readable(line: bytes | LongLine) -> bytes:
     raise InvalidRowError(f"the line has {line.size} bytes, but must have at most {MAX_LINE_BYTES}: {shown}")
 
 
-def held_bytes(line: bytes | LongLine) -> bytes:
+def held_bytes(line: Line) -> bytes:
     """Return the bytes of a line, or the first ones of a line that is not held."""
+    if isinstance(line, TableRow):
+        return line.line + line.carried
     return line.head if isinstance(line, LongLine) else line
+
+
+def with_carried(metadata: object | None, line: Line) -> object | None:
+    """Return the metadata of a row, and the other cells of its table's row, by column.
+
+    A name that both have stands for the cell. Metadata that are no object then stand under the name metadata.
+    """
+    carried = orjson.loads(line.carried) if isinstance(line, TableRow) else {}
+    if not carried:
+        return metadata
+    own = {} if metadata is None else metadata if isinstance(metadata, dict) else {"metadata": metadata}
+    return {**own, **carried}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +90,8 @@ class Row:
     Attributes:
         index: index among the rows, from 0.
         number: number of its line in the input, from 1; blank lines count here, though they are no rows.
-        id: `id` or `custom_id` of the row, else its index.
+        id: `id` or `custom_id` of the row, its index where it has neither; None for a row that failed and whose id
+            cannot be read.
         request: the request for the engine.
         error: why the row cannot be answered; the message begins with `line <number>: `.
         metadata: any JSON value that came with the row and is written into its record.
@@ -65,7 +105,7 @@ class Row:
 
     index: int
     number: int
-    id: str
+    id: str | None
     request: Request | None
     error: RowError | None
     metadata: object | None

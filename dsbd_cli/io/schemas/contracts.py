@@ -68,7 +68,24 @@ TRIM = Contract("trim")
 DISTILL = Contract("distill")
 ANSWERS = Contract("answers")
 LOG = Contract("log")
-_ALL = (INPUT, OUTPUT, FAILED, OPENAI, STEP, SUMMARY, PICK, BENCH, PROFILE, DOCTOR, TRIM, DISTILL, ANSWERS, LOG)
+DRY_RUN = Contract("dry-run")
+_ALL = (
+    INPUT,
+    OUTPUT,
+    FAILED,
+    OPENAI,
+    STEP,
+    SUMMARY,
+    PICK,
+    BENCH,
+    PROFILE,
+    DOCTOR,
+    TRIM,
+    DISTILL,
+    ANSWERS,
+    LOG,
+    DRY_RUN,
+)
 CONTRACTS = {one.name: one for one in _ALL}
 
 

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from dsbd_cli.errors import UsageError, shorten
+from dsbd_cli.io.records.cells import BY_NAME, ColumnRules
 from dsbd_cli.io.records.reader import RowReader
 from dsbd_cli.lab.tasks.dataset import Dataset
 from dsbd_cli.lab.tasks.lines import PLAIN_ROWS, jsonl_dataset, mt_bench_dataset
@@ -39,12 +40,13 @@ def open_dataset(
     files_under: Path | None = None,
     score: str | None = None,
     rows: RowReader = PLAIN_ROWS,
+    columns: ColumnRules = BY_NAME,
 ) -> Dataset:
     """Open the data set of a task. Raises UsageError.
 
     path: for tasks whose data lie on disk. dev_path: for their dev records, if these lie elsewhere. metric, score: of
     task jsonl, see jsonl_dataset. files_under: the only folder in which lines may name files. rows: what lines inherit
-    from the run.
+    from the run. columns: which columns of a table are fields.
     """
     own = {option: value for option, value in (("metric", metric), ("score", score)) if value is not None}
     if own and name != OWN_TASK:
@@ -65,7 +67,8 @@ def open_dataset(
             raise UsageError(f"--files-under {files_under} would do nothing, because {name} names no files: drop it")
         read = FROM_DISK[name]
     else:
-        read = partial(OF_LINES[name], files_under=files_under, rows=rows, **own)
+        tabular = {"columns": columns} if name == OWN_TASK else {}
+        read = partial(OF_LINES[name], files_under=files_under, rows=rows, **own, **tabular)
     data = read(path)
     if dev_path is None:
         return data

@@ -11,11 +11,13 @@ import orjson
 
 from dsbd_cli.errors import InvalidRowError, UsageError, as_utf8, reading, shorten
 from dsbd_cli.io.lines.compression import open_input
-from dsbd_cli.io.lines.tables import check_table, is_table, lines_reader
+from dsbd_cli.io.lines.encoding import check_text_file
+from dsbd_cli.io.lines.tables import check_table, is_table, lines_reader, table_header
+from dsbd_cli.io.records.cells import BY_NAME, ColumnRules
 from dsbd_cli.io.records.file_roots import FILE_FIELDS, files_root
 from dsbd_cli.io.records.parse import parse_object
 from dsbd_cli.io.records.reader import RowReader
-from dsbd_cli.io.records.row import Fields, Row, readable
+from dsbd_cli.io.records.row import Fields, Row, readable, with_carried
 from dsbd_cli.lab.tasks.dataset import Dataset
 from dsbd_cli.lab.tasks.ranking import DEFAULT_METRICS, ranked_scores, read_metrics
 from dsbd_cli.lab.tasks.record import TaskRecord
@@ -53,12 +55,14 @@ def jsonl_dataset(
     files_under: Path | None = None,
     score: str | None = None,
     rows: RowReader = PLAIN_ROWS,
+    columns: ColumnRules = BY_NAME,
 ) -> Dataset:
     """Read lines as `dsbd generate` does, options of their own included. Either all lines or none have a `reference`,
     or `relevant`: the ids of the answers that a ranking should contain. The file's name is the name of the data set.
 
     metric: of the ranking. score: kind of the score against references, see scores.read_score. files_under: the only
-    folder in which lines may name files, by default that of the data. rows: what lines inherit from the run.
+    folder in which lines may name files, by default that of the data. rows: what lines inherit from the run. columns:
+    which columns of a table are fields.
 
     Raises UsageError naming line and field.
     """
@@ -66,9 +70,10 @@ def jsonl_dataset(
     reader = dataclasses.replace(rows, num_beams=MOST_ASKED, files_root=files_root(files_under, path))
     records: list[TaskRecord] = []
     asks: set[str] = set()
-    notes: list[str] = []
+    header = table_header(path, columns) if is_table(path) and path.is_file() else None
+    notes = [] if header is None else header.notes(path)
     scored: str | None = None
-    for index, (number, line) in enumerate(_rows(path)):
+    for index, (number, line) in enumerate(_rows(path, columns)):
         gold: Fields = {name: line.pop(name) for name in ("reference", "relevant") if name in line}
         if len(gold) == 2:
             raise UsageError(f"{path} line {number}: reference and relevant are both given: give one of them")
@@ -145,23 +150,30 @@ def _record(row: Row, request: Request, gold: Fields, how: AnswerScore) -> TaskR
     reference = how.reference(gold["reference"]) if "reference" in gold else ""
     # only the best answer is scored; how many are requested is up to the method
     sampling = dataclasses.replace(request.sampling, n_best=1, token_logprobs=False, top_logprobs=0)
-    return TaskRecord(row.id, request.prompt or "", reference, meta, dataclasses.replace(request, sampling=sampling))
+    return TaskRecord(
+        request.id, request.prompt or "", reference, meta, dataclasses.replace(request, sampling=sampling)
+    )
 
 
 def _nothing(record: TaskRecord, text: str) -> Mapping[str, float]:
     return {}
 
 
-def _rows(path: Path) -> Iterator[tuple[int, Fields]]:
+def _rows(path: Path, columns: ColumnRules = BY_NAME) -> Iterator[tuple[int, Fields]]:
     """Yield number and object of every line that is not blank, or of every row of a table. Raises UsageError."""
     if is_table(path):
-        check_table(path)
+        check_table(path, columns)
+    elif path.is_file():
+        with reading(str(path)):
+            check_text_file(path)
     found = False
     with reading(str(path)), open_input(path) as stream:
-        for number, line in lines_reader(path)(stream):
+        for number, line in lines_reader(path, columns)(stream):
             found = True
             try:
-                yield number, parse_object(readable(line))
+                row = parse_object(readable(line))
+                metadata = with_carried(row.get("metadata"), line)
+                yield number, row if metadata is None else {**row, "metadata": metadata}
             except InvalidRowError as error:
                 raise UsageError(f"{path} line {number}: {error}") from None
     if not found:

@@ -73,9 +73,10 @@ def _wrap_reader(module: ModuleType) -> None:
     def checked(reader: Any, line: Any, *, index: int, number: int) -> Any:
         row = read(reader, line, index=index, number=number)
         if row.error is None:
-            fields = _parsed(line)
+            text = module.readable(line)
+            fields = _parsed(text)
             if not module.parsed_row(fields).unused:
-                _check("input", line, fields)
+                _check("input", text, fields)
         return row
 
     module.RowReader.read = checked
