@@ -173,7 +173,8 @@ def load_dry(
 ) -> DryEngine:
     """Return an engine that checks requests as the one of `load` does, with the tokenizer and no model.
 
-    chat_template: the text of one. The other arguments are those of `load`. Nothing is downloaded. Raises ModelNotFoundError, ModelError, UnsupportedModelError and UsageError.
+    chat_template: the text of one. The other arguments are those of `load`. Nothing is downloaded. Raises
+    ModelNotFoundError, ModelError, UnsupportedModelError and UsageError.
     """
     from dsbd_cli.engine.constraints.catalogues import open_catalogues
     from dsbd_cli.engine.constraints.grammar import GrammarCompiler
