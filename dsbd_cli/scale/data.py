@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import itertools
 import threading
+import warnings
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -138,6 +139,8 @@ class Answer:
         """Pass on what the engine has answered. This is the work of the thread."""
         while self._failure is None:
             exchange = self._worker.exchange(())
+            for line in exchange.lines:
+                warnings.warn(line, RuntimeWarning, stacklevel=1)
             with self._changed:
                 for number, answer in exchange.answers:
                     self._results[number] = replace(answer, request=self._requests.pop(number))
