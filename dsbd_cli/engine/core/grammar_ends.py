@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 MOST_BYTES = 4096  # of a completion
 MOST_STATES = 500  # that one search expands
+BEGINNING = 12  # bytes
 MOST_BACK = 16  # that are expanded to come back to a known completion
 MOST_LONGER = 8  # bytes that a completion may have more than the shortest, where that one has too many tokens
 # Of states after equally many bytes that allow the same ones: how many are expanded, and from how many next bytes on
@@ -91,7 +92,7 @@ class EndFinder:
         target. ends: of JSON texts; None for texts of another kind."""
         self.start, self.speller, self.eos = by_bytes, speller, eos
         self.start_place = JsonPlace(known=ends is not None)
-        self._pieces = ends and [[text.encode() for text in texts] for texts in ends.pieces()]
+        self._pieces = None if ends is None else [_by_beginning(texts) for texts in ends.pieces()]
 
     def find(self, text: TextEnd, room: int | None = None) -> Tokens | None:
         """Return tokens that complete a text, without an end token; None where none are found. room: how many they may
@@ -162,16 +163,31 @@ class EndFinder:
             return None
         matcher, place, completion = text.by_bytes.deep_copy(), text.place, b""
         while not matcher.is_accepting():
-            more = None
-            if not place.quoted:
-                pieces = (piece for pieces in self._pieces for piece in pieces)
-                more = next((one for one in pieces if matcher.validate_tokens(list(one)) == len(one)), None)
-            if more is None:
+            more = b"" if place.quoted else next(filter(None, (_fitting(matcher, one) for one in self._pieces)), b"")
+            if not more:
                 more = matcher.compute_ff_bytes() or next(shortest(matcher, place, _is_unquoted), b"")
             if not more or len(completion) > MOST_BYTES or not matcher.consume_tokens(list(more)):
                 return None
             completion, place = completion + more, place.after(more)
         return completion
+
+
+Pieces = dict[tuple[int, ...], list[list[int]]]  # bytes of texts by their beginnings, of which few fit anywhere
+
+
+def _by_beginning(texts: Sequence[str]) -> Pieces:
+    found: Pieces = {}
+    for text in texts:
+        content = list(text.encode())
+        found.setdefault(tuple(content[:BEGINNING]), []).append(content)
+    return found
+
+
+def _fitting(matcher: LLMatcher, pieces: Pieces) -> bytes | None:
+    """Return the shortest of the pieces that may follow; None where none may."""
+    begun = [one for start, of in pieces.items() if matcher.validate_tokens(list(start)) == len(start) for one in of]
+    fitting = (one for one in begun if matcher.validate_tokens(one) == len(one))
+    return bytes(min(fitting, key=len, default=[])) or None
 
 
 def _led_back(text: TextEnd, completion: bytes) -> Iterator[bytes]:
