@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 MOST_BYTES = 4096  # of a completion
 MOST_STATES = 500  # that one search expands
 BEGINNING = 12  # bytes
+MOST_AFTER = 128  # that the search expands after one of many tokens
 MOST_BACK = 16  # that are expanded to come back to a known completion
 MOST_LONGER = 8  # bytes that a completion may have more than the shortest, where that one has too many tokens
 # Of states after equally many bytes that allow the same ones: how many are expanded, and from how many next bytes on
@@ -94,12 +95,12 @@ class EndFinder:
         self.start_place = JsonPlace(known=ends is not None)
         self._pieces = None if ends is None else [_by_beginning(texts) for texts in ends.pieces()]
 
-    def find(self, text: TextEnd, room: int | None = None) -> Tokens | None:
+    def find(self, text: TextEnd, room: int | None = None, states: int = MOST_STATES) -> Tokens | None:
         """Return tokens that complete a text, without an end token; None where none are found. room: how many they may
-        be; None for any number."""
+        be; None for any number. states: how many the search expands."""
         if text.by_bytes.is_error():
             return None
-        for rest in self._completions(text):
+        for rest in self._completions(text, states):
             tokens = self._spelled(text, rest)
             if tokens is not None and (room is None or len(tokens) <= room):
                 return tokens
@@ -122,7 +123,7 @@ class EndFinder:
             tokens = self._spelled(after, rest)
             if tokens is not None and len(tokens) <= room:
                 return tokens
-        return self.find(after, room)
+        return self.find(after, room, MOST_AFTER)
 
     def ends(self, matcher: LLMatcher, token: int, rest: Tokens) -> bool:
         """Return whether the text is complete after a token, which may follow, and the tokens of `rest`, and each of
@@ -141,7 +142,7 @@ class EndFinder:
         position = text.matcher.deep_copy()
         return self.speller.spell(position, rest) if position.consume_tokens(list(text.prefix)) else None
 
-    def _completions(self, text: TextEnd) -> Iterator[bytes]:
+    def _completions(self, text: TextEnd, states: int) -> Iterator[bytes]:
         """Yield completions. For JSON the first is put together from pieces; mostly it is the shortest, and nothing is
         searched. In other texts brackets may be nested, too, which is tried where nothing else is found."""
         is_found = False
@@ -150,7 +151,7 @@ class EndFinder:
             yield pieced
         places = [text.place] if text.place.known else [text.place, JsonPlace()]
         for place in places:
-            for found in () if is_found and not text.place.known else shortest(text.by_bytes, place, _is_whole):
+            for found in () if is_found and not text.place.known else shortest(text.by_bytes, place, _is_whole, states):
                 is_found = True
                 yield found
         if not is_found and (first := _first_bytes(text.by_bytes)) is not None:
