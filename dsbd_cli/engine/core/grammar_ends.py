@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 MOST_BYTES = 4096  # of a completion
 MOST_STATES = 500  # that one search expands
-BEGINNING = 12  # bytes
+BEGINNING = 12  # bytes by which pieces are looked up
 MOST_AFTER = 128  # that the search expands after one of many tokens
 MOST_BACK = 16  # that are expanded to come back to a known completion
 MOST_LONGER = 8  # bytes that a completion may have more than the shortest, where that one has too many tokens
