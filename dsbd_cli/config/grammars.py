@@ -185,7 +185,7 @@ def _tried_fault(source: str, *, cheap: bool) -> str | None:
 def _is_enforced(keyword: str, value: str) -> bool:
     """Return whether llguidance can enforce a `pattern`, or knows a `format`. What nobody can check counts as enforced,
     so that llguidance's error comes out."""
-    alone = {"type": "string", keyword: value}
+    alone: dict[str, object] = {"type": "string", keyword: value}
     fault = _tried_fault(_schema_source(alone), cheap=_is_cheap_pattern(value))
     return fault is None or not is_checkable(alone)
 

@@ -185,7 +185,8 @@ class _Bounds:
         nodes = self._ends.nodes
         added = max([self._property("") + self._letter, *(one for node in nodes for one in self._added(node))])
         added += max((one for node in nodes for one in self._forms(node)), default=0.0)
-        inside = max(one for node in ({"type": "string"}, {"type": "number"}, *nodes) for one in self._inside(node))
+        anything: list[Schema] = [{"type": "string"}, {"type": "number"}]
+        inside = max(one for node in anything + nodes for one in self._inside(node))
         inside = max(inside, self._spelling.most("false"))
         opened = self._spelling.opened(nested=any(map(self._has_arrays_in_arrays, nodes)))
         ambiguous = [one for node in nodes for one in self._ambiguous(node)]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 MOST_BYTES = 4096  # of a completion
 MOST_STATES = 500  # that one search expands
+BEGINNING = 12  # bytes by which pieces are looked up
+MOST_AFTER = 128  # that the search expands after one of many tokens
 MOST_BACK = 16  # that are expanded to come back to a known completion
 MOST_LONGER = 8  # bytes that a completion may have more than the shortest, where that one has too many tokens
 # Of states after equally many bytes that allow the same ones: how many are expanded, and from how many next bytes on
@@ -91,14 +93,14 @@ class EndFinder:
         target. ends: of JSON texts; None for texts of another kind."""
         self.start, self.speller, self.eos = by_bytes, speller, eos
         self.start_place = JsonPlace(known=ends is not None)
-        self._pieces = ends and [[text.encode() for text in texts] for texts in ends.pieces()]
+        self._pieces = None if ends is None else [_by_beginning(texts) for texts in ends.pieces()]
 
-    def find(self, text: TextEnd, room: int | None = None) -> Tokens | None:
+    def find(self, text: TextEnd, room: int | None = None, states: int = MOST_STATES) -> Tokens | None:
         """Return tokens that complete a text, without an end token; None where none are found. room: how many they may
-        be; None for any number."""
+        be; None for any number. states: how many the search expands."""
         if text.by_bytes.is_error():
             return None
-        for rest in self._completions(text):
+        for rest in self._completions(text, states):
             tokens = self._spelled(text, rest)
             if tokens is not None and (room is None or len(tokens) <= room):
                 return tokens
@@ -121,7 +123,7 @@ class EndFinder:
             tokens = self._spelled(after, rest)
             if tokens is not None and len(tokens) <= room:
                 return tokens
-        return self.find(after, room)
+        return self.find(after, room, MOST_AFTER)
 
     def ends(self, matcher: LLMatcher, token: int, rest: Tokens) -> bool:
         """Return whether the text is complete after a token, which may follow, and the tokens of `rest`, and each of
@@ -140,7 +142,7 @@ class EndFinder:
         position = text.matcher.deep_copy()
         return self.speller.spell(position, rest) if position.consume_tokens(list(text.prefix)) else None
 
-    def _completions(self, text: TextEnd) -> Iterator[bytes]:
+    def _completions(self, text: TextEnd, states: int) -> Iterator[bytes]:
         """Yield completions. For JSON the first is put together from pieces; mostly it is the shortest, and nothing is
         searched. In other texts brackets may be nested, too, which is tried where nothing else is found."""
         is_found = False
@@ -149,7 +151,7 @@ class EndFinder:
             yield pieced
         places = [text.place] if text.place.known else [text.place, JsonPlace()]
         for place in places:
-            for found in () if is_found and not text.place.known else shortest(text.by_bytes, place, _is_whole):
+            for found in () if is_found and not text.place.known else shortest(text.by_bytes, place, _is_whole, states):
                 is_found = True
                 yield found
         if not is_found and (first := _first_bytes(text.by_bytes)) is not None:
@@ -162,16 +164,31 @@ class EndFinder:
             return None
         matcher, place, completion = text.by_bytes.deep_copy(), text.place, b""
         while not matcher.is_accepting():
-            more = None
-            if not place.quoted:
-                pieces = (piece for pieces in self._pieces for piece in pieces)
-                more = next((one for one in pieces if matcher.validate_tokens(list(one)) == len(one)), None)
-            if more is None:
+            more = b"" if place.quoted else next(filter(None, (_fitting(matcher, one) for one in self._pieces)), b"")
+            if not more:
                 more = matcher.compute_ff_bytes() or next(shortest(matcher, place, _is_unquoted), b"")
             if not more or len(completion) > MOST_BYTES or not matcher.consume_tokens(list(more)):
                 return None
             completion, place = completion + more, place.after(more)
         return completion
+
+
+Pieces = dict[tuple[int, ...], list[list[int]]]  # bytes of texts by their beginnings, of which few fit anywhere
+
+
+def _by_beginning(texts: Sequence[str]) -> Pieces:
+    found: Pieces = {}
+    for text in texts:
+        content = list(text.encode())
+        found.setdefault(tuple(content[:BEGINNING]), []).append(content)
+    return found
+
+
+def _fitting(matcher: LLMatcher, pieces: Pieces) -> bytes | None:
+    """Return the shortest of the pieces that may follow; None where none may."""
+    begun = [one for start, of in pieces.items() if matcher.validate_tokens(list(start)) == len(start) for one in of]
+    fitting = (one for one in begun if matcher.validate_tokens(one) == len(one))
+    return bytes(min(fitting, key=len, default=[])) or None
 
 
 def _led_back(text: TextEnd, completion: bytes) -> Iterator[bytes]:

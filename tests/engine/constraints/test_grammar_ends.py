@@ -221,20 +221,20 @@ def test_a_place_in_json() -> None:
     assert JsonPlace(known=False).after(b"{").levels == 0
 
 
-LONG = "b" * 120
+LONG = "b" * 60
 JUMPS: dict[str, Schema] = {
     "a form": {"anyOf": [{"const": "a"}, {"const": LONG}]},
     "an item": {"type": "array", "items": {"const": LONG}},
     "a property": {"type": "object", "properties": {"a": {"const": LONG}, "b": {"type": "integer"}}},
-    "a type": {"type": ["string", "null"], "minLength": 60},
+    "a type": {"type": ["string", "null"], "minLength": 30},
     "a key": {"type": "object", "properties": {LONG: {"type": "integer"}, "b": {"type": "integer"}}},
-    "a pattern": {"type": "string", "pattern": f"^(a|b{{120}}|{'c' * 120})$"},
+    "a pattern": {"type": "string", "pattern": f"^(a|b{{60}}|{'c' * 60})$"},
     "a bound": {"type": ["integer", "null"], "minimum": 10**17},
     "levels": {
         "$defs": {"N": {"anyOf": [{"type": "array", "items": {"$ref": "#/$defs/N"}}, {"const": LONG}]}},
         "$ref": "#/$defs/N",
     },
-    "names": {"type": "object", "patternProperties": {"^b{60}$": {"type": "integer"}}, "additionalProperties": False},
+    "names": {"type": "object", "patternProperties": {"^b{30}$": {"type": "integer"}}, "additionalProperties": False},
     "what has no text": {
         "$defs": {"N": {"type": "object", "properties": {"a": {"$ref": "#/$defs/N"}}, "required": ["a"]}},
         "type": "object",
@@ -245,7 +245,7 @@ JUMPS: dict[str, Schema] = {
             "short": {"type": "object", "properties": {"x": {"$ref": "#/$defs/N"}}, "required": ["x"]},
             "long": {
                 "type": "object",
-                "properties": {"x": {"$ref": "#/$defs/M"}, "y": {"const": LONG[:60]}},
+                "properties": {"x": {"$ref": "#/$defs/M"}, "y": {"const": LONG[:30]}},
                 "required": ["x", "y"],
             },
             "N": {"anyOf": [{"type": "integer"}, {"$ref": "#/$defs/short"}]},
@@ -259,8 +259,8 @@ JUMPS: dict[str, Schema] = {
 @pytest.mark.parametrize("liked", [b"b", b'b{[":,'])
 @pytest.mark.parametrize("name", JUMPS)
 def test_one_token_does_not_put_the_end_out_of_reach(name: str, liked: bytes) -> None:
-    """A choice of one letter that 120 must follow."""
-    for limit in (70, 130):
+    """A choice of one letter that 60 must follow."""
+    for limit in (40, 70):
         text, valid = generate(compiler(MERGED), Grammar.json_schema(JUMPS[name]), limit, chooser(2, liked))
         assert valid, (limit, text)
 
