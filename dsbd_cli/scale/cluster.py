@@ -166,7 +166,7 @@ class Cluster:
         """Return the processes that the raylet has begun, while they can be told by it: the environment of its agents
         cannot be read."""
         with contextlib.suppress(KeyError, psutil.Error):
-            return self._vital["raylet"].children(recursive=True)
+            return list(self._vital["raylet"].children(recursive=True))
         return []
 
     def _remove(self, processes: list[psutil.Process]) -> None:
@@ -186,7 +186,7 @@ class Cluster:
 
 def _ended(process: psutil.Process) -> bool:
     try:
-        return process.status() == psutil.STATUS_ZOMBIE
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return True
 

@@ -57,11 +57,8 @@ def reading_parts(file: Path) -> Iterator[None]:
         TensorInfo(one.name, tuple(map(int, reversed(one.shape))), int(one.tensor_type), 0, int(one.n_bytes))
         for one in tensors
     )
-    read_header, read_metadata, read_tensors = (
-        GgufHeader.from_file,
-        seam.read_gguf_metadata,
-        quantizer.load_gguf_state_dict,
-    )
+    read_header = GgufHeader.from_file
+    read_metadata, read_tensors = vars(seam)["read_gguf_metadata"], vars(quantizer)["load_gguf_state_dict"]
 
     def header(path: str) -> Any:
         first = read_header(path)
