@@ -145,8 +145,9 @@ class SamplingConfig:
         """Store lists of tokens and words as tuples. Raises UsageError."""
         if isinstance(self.logit_bias, Mapping):
             object.__setattr__(self, "logit_bias", tuple(self.logit_bias.items()))
-        if type(self.eos_token_id) is int:
-            object.__setattr__(self, "eos_token_id", (self.eos_token_id,))
+        eos: object = self.eos_token_id
+        if type(eos) is int:
+            object.__setattr__(self, "eos_token_id", (eos,))
         lists = ("logit_bias", "allowed_token_ids", "bad_words", "bad_words_ids", "stop_token_ids", "eos_token_id")
         for name in lists:
             value: object = getattr(self, name)
