@@ -193,7 +193,16 @@ def load_dry(
     notes: list[str] = []
     catalogues = {} if allow is None else open_catalogues(allow, codec, facts.vocab_size, notes.append)
     grammars = GrammarCompiler(codec, facts.vocab_size)
-    encoder = Encoder(facts, drafted, codec, method, on_too_long, sys.maxsize, catalogues, grammars)  # type: ignore[arg-type] # the facts are what it asks a model for
+    encoder = Encoder(
+        facts,  # type: ignore[arg-type] # an encoder asks a model for these facts alone
+        drafted,  # type: ignore[arg-type]
+        codec,
+        method,
+        on_too_long,
+        sys.maxsize,
+        catalogues,
+        grammars,
+    )
     info = EngineInfo(
         target.source, None if draft is None else draft.source, "", "", chat=codec.has_template, notes=tuple(notes)
     )
