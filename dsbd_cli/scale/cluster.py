@@ -17,7 +17,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 
 import psutil
@@ -77,7 +77,7 @@ class Cluster:
             # the folder holds sockets, and a socket's path has 107 bytes at most
             short = len(tempfile.gettempdir()) <= LONGEST_TMP
             self._folder = Path(tempfile.mkdtemp(prefix="dsbd-ray-", dir=None if short else "/tmp"))
-            self._watch(self._own_processes())
+            self._watch(self._own_deaths(set(psutil.Process().children())))
             with _environment({MARK: str(self._folder)}):
                 where = self._connect(
                     "Ray cannot be started",
@@ -92,7 +92,7 @@ class Cluster:
             if self._address != "auto":
                 _check_reachable(self._address)
             where = self._connect(f"--workers: Ray at {self._address} cannot be reached")
-            self._watch(_connections(where["raylet_socket_name"], where["gcs_address"]))
+            self._watch(_deaths_of_others(where["raylet_socket_name"], where["gcs_address"]))
         return [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
 
     def stop(self) -> None:
@@ -130,35 +130,35 @@ class Cluster:
 
     # Deaths
 
-    def _watch(self, look: Callable[[], str | None]) -> None:
-        """Set `death` as soon as `look` returns one, in a thread."""
+    def _watch(self, deaths: Generator[str | None]) -> None:
+        """Take one item of `deaths` after the other in a thread, until one is not None, and set `death` to it."""
         over = self._over
         stuck_s = STUCK_S if self._address is None else STUCK_S - PATIENCE_S
 
         def watch() -> None:
-            while not over.wait(LOOK_S):
-                if (death := look()) is not None:
-                    self.death = death
-                    if not over.wait(stuck_s):
-                        self._remove(psutil.Process().children(recursive=True))
-                        self._give_up(death)
-                    return
+            with contextlib.closing(deaths):
+                death = None
+                while death is None:
+                    if over.wait(LOOK_S):
+                        return
+                    self.death = death = next(deaths)
+            if not over.wait(stuck_s):
+                self._remove(psutil.Process().children(recursive=True))
+                self._give_up(death)
 
         threading.Thread(target=watch, name="dsbd-ray", daemon=True).start()
 
-    def _own_processes(self) -> Callable[[], str | None]:
-        """Return a function that tells which vital process of our Ray has died. It finds them as they begin."""
-        before, vital = set(psutil.Process().children()), self._vital
-
-        def look() -> str | None:
+    def _own_deaths(self, before: set[psutil.Process]) -> Generator[str | None]:
+        """Yield at every look which vital process of our Ray has died. They are found as they begin. before: children
+        of this process before Ray was started."""
+        vital = self._vital
+        while True:
             if len(vital) < len(VITAL):
                 for child in set(psutil.Process().children()) - before:
                     with contextlib.suppress(psutil.Error):
                         if (name := child.name()) in VITAL:
                             vital.setdefault(name, child)
-            return next((f"Ray's {VITAL[name]} has died" for name, process in vital.items() if _ended(process)), None)
-
-        return look
+            yield next((f"Ray's {VITAL[name]} has died" for name, process in vital.items() if _ended(process)), None)
 
     # Processes of our own Ray
 
@@ -191,37 +191,37 @@ def _ended(process: psutil.Process) -> bool:
         return True
 
 
-def _connections(raylet: str, gcs: str) -> Callable[[], str | None]:
-    """Return a function that tells whether the raylet of this machine or the GCS server of its cluster has died.
+def _deaths_of_others(raylet: str, gcs: str) -> Generator[str | None]:
+    """Yield at every look whether the raylet of this machine or the GCS server of its cluster has died.
 
-    raylet: path of its socket. The connection to it is kept, because it logs each that is closed. gcs: its address. It
-    closes connections, so a new one is opened each time.
+    raylet: path of its socket. One connection to it is kept, because it logs each that is closed. gcs: its address. It
+    closes idle connections, so each look opens one.
     """
-    kept = socket.socket(socket.AF_UNIX)
-    kept.setblocking(False)
-    with contextlib.suppress(OSError):
-        kept.connect(raylet)
     host, _, port = gcs.rpartition(":")
     answered = probed = time.monotonic()
+    with socket.socket(socket.AF_UNIX) as kept:
+        kept.setblocking(False)
+        with contextlib.suppress(OSError):
+            kept.connect(raylet)
+        while not _closed(kept):
+            if time.monotonic() - probed >= PROBE_S:
+                probed = time.monotonic()
+                with contextlib.suppress(OSError):
+                    socket.create_connection((host, int(port)), timeout=PROBE_S).close()
+                    answered = time.monotonic()
+            silence = time.monotonic() - answered
+            yield None if silence < PATIENCE_S else f"Ray's GCS server at {gcs} has not answered for {silence:.0f} s"
+    yield "the raylet of this machine has died"
 
-    def look() -> str | None:
-        nonlocal answered, probed
-        try:
-            if not kept.recv(1):
-                return "the raylet of this machine has died"
-        except BlockingIOError:
-            pass
-        except OSError:
-            return "the raylet of this machine has died"
-        if time.monotonic() - probed >= PROBE_S:
-            probed = time.monotonic()
-            with contextlib.suppress(OSError):
-                socket.create_connection((host, int(port)), timeout=PROBE_S).close()
-                answered = time.monotonic()
-        silence = time.monotonic() - answered
-        return None if silence < PATIENCE_S else f"Ray's GCS server at {gcs} has not answered for {silence:.0f} s"
 
-    return look
+def _closed(connection: socket.socket) -> bool:
+    """Return whether the other end of a connection, which sends nothing, is gone."""
+    try:
+        return not connection.recv(1)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 def _loopback_environment() -> dict[str, str]:

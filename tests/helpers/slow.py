@@ -27,6 +27,7 @@ CODE: dict[str, tuple[str, ...]] = {
     "tests/ops/triton/test_compile.py": ("dsbd_cli/ops/triton",),
     "tests/scale/test_faults.py": (*RAY, "dsbd_cli/models/heads", "tests/models/heads"),
     "tests/scale/test_ray_data.py": RAY,
+    "tests/scale/test_ray_deaths.py": RAY,
     "tests/test_docs_run.py": (*PAGES, "dsbd_cli/cli", "dsbd_cli/config", "dsbd_cli/io", "dsbd_cli/pick"),
     "tests/test_python.py": (
         "README.md",

@@ -21,6 +21,7 @@ from tests.helpers.fake import Gate
 
 ROOT = Path(__file__).parents[2]
 HANG_S = 600  # only so that a fault does not hang the suite
+MOST = 240  # rows of a test
 
 
 def prompts(rows: int) -> list[dict[str, object]]:
@@ -137,6 +138,17 @@ def workers_below(process: int) -> list[int]:
             if command and command[0].startswith("ray::Worker"):
                 found.append(child.pid)
     return found
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[object]]:
+    """undisturbed(count): the records of so many rows that one process writes whom nobody disturbs."""
+    made = Job(tmp_path_factory.mktemp("undisturbed"), "", prompts(MOST))
+    code, _, err = made.finish(workers=None)
+    assert code == 3, err
+    records = made.records()
+    assert len(records) == MOST
+    return lambda count: records[:count]
 
 
 @pytest.fixture(scope="session")

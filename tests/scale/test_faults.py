@@ -17,25 +17,13 @@ from tests.engine.core.test_schemas import chain
 from tests.models.decoders import build_decoder, save_decoder
 from tests.models.heads.adapted import save_target
 from tests.models.heads.checkpoints import LAYERS, eagle3
-from tests.scale.conftest import Job, kill, prompts, wait_until_ended
+from tests.scale.conftest import Job, kill, wait_until_ended
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
 
 MakeJob = Callable[..., Job]
 Undisturbed = Callable[[int], list[object]]
-MOST = 240  # rows of a test
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[object]]:
-    """undisturbed(count): the records of so many rows that one process writes whom nobody disturbs."""
-    made = Job(tmp_path_factory.mktemp("undisturbed"), "", prompts(MOST))
-    code, _, err = made.finish(workers=None)
-    assert code == 3, err
-    records = made.records()
-    assert len(records) == MOST
-    return lambda count: records[:count]
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])

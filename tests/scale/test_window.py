@@ -44,7 +44,10 @@ def drive(
         suspects = [number for number in held if deaths[number] >= ALONE_AFTER]
         assert not suspects or len(held) == 1
         begun = [number for number in held[: max(1, capacity // 2)] if number in deadly]
-        if begun or dice.random() < death:
+        if dice.random() < death / 4:  # Ray itself has died, which counts against no row
+            assert window.recall(worker) == len(held)
+            del out[worker]
+        elif begun or dice.random() < death:
             for number in held:
                 deaths[number] += 1
             for number in window.lose(worker):
