@@ -103,6 +103,9 @@ class Request:
                 object.__setattr__(self, name, tuple(value))
         check_types(self, open_=("id", "seed"))
         require(self.messages != (), "messages", [], "a non-empty list of objects")
+        if self.messages is not None:
+            fits = all(isinstance(message.get("role"), str) for message in self.messages)
+            require(fits, "messages", list(self.messages), "a list of objects with role")
         if self.seed is not None:
             check_seed(self.seed)
         sources = ("prompt", "messages", "prompt_ids", "audio", "image")

@@ -50,7 +50,7 @@ WRONG: dict[str, Callable[[], object]] = {
     f"seed is {2**63}, but must be an integer from 0 to 2**63 - 1": lambda: Request("p", seed=2**63),
     "prompt is 5, but must be a string or None": lambda: Request(5),
     "prompt_ids is ['a'], but must be a list of integers or None": lambda: Request(prompt_ids=("a",)),
-    "messages is [{'role': 5}], but must be a list of objects": lambda: Request(messages=({"role": 5},)),  # type: ignore[dict-item]
+    "messages is [{'role': 5}], but must be a list of objects with role": lambda: Request(messages=({"role": 5},)),
     "messages is [], but must be a non-empty list of objects": lambda: Request(messages=[]),
     "a request has none of them, but must have exactly one of prompt": lambda: Request(id="a"),
     "a request has prompt and prompt_ids, but must": lambda: Request("p", prompt_ids=(1,)),

@@ -3,6 +3,7 @@ form of input."""
 
 from __future__ import annotations
 
+import csv
 import json
 import runpy
 from collections.abc import Callable
@@ -20,10 +21,13 @@ from transformers import GenerationConfig
 
 from dsbd_cli.config.grammars import Grammar
 from dsbd_cli.config.sampling import SamplingConfig
+from dsbd_cli.io.lines.tables import lines_reader, table_header
+from dsbd_cli.io.records.cells import ColumnRules, column_rules
 from dsbd_cli.io.records.reader import AGREEING_FIELDS, RowReader
 from dsbd_cli.io.records.request_fields import (
     ALIASES,
     CONTAINERS,
+    FIELDS,
     NAMED,
     REFUSED,
     REFUSED_IN_RESPONSES,
@@ -374,6 +378,51 @@ def test_a_wrong_type_is_the_rows_error_with_the_rows_name(name: str) -> None:
     got = read(flat(name, {**BESIDE.get(NAMED[name].name, {}), name: wrong}))
     assert got.request is None
     assert str(got.error).startswith(f"line 1: {name}"), got.error
+
+
+# Columns of a table
+
+
+def rows_of_table(path: Path, columns: dict[str, Any], rules: ColumnRules) -> list[Row]:
+    with path.open("w", newline="", encoding="utf-8") as stream:
+        writer = csv.writer(stream)
+        writer.writerow(columns)
+        writer.writerow([cell if isinstance(cell, str) else json.dumps(cell) for cell in columns.values()])
+    with path.open("rb") as stream:
+        lines = list(lines_reader(path, rules)(stream))
+    return [STRICT.read(line, index=index, number=number) for index, (number, line) in enumerate(lines)]
+
+
+@pytest.mark.parametrize("name", sorted(FIELDS.keys() & ASKED.keys()))
+def test_a_column_is_honoured(name: str, tmp_path: Path) -> None:
+    """Where --set columns names it, and else where its name is no everyday word."""
+    for value, _ in ASKED[name][1]:
+        row = flat(name, {**BESIDE.get(name, {}), name: value})
+        wanted = read(row)
+        [named] = rows_of_table(tmp_path / "in.csv", row, column_rules(",".join(row)))
+        assert (named.error, named.request) == (None, wanted.request)
+        # 1.0 is 1 in a table, as pandas writes integers beside empty cells
+        assert named.key == wanted.key or (isinstance(value, float) and value.is_integer())
+        if all("_" in column for column in row.keys() - SOURCES):
+            [found] = rows_of_table(tmp_path / "in.csv", row, ColumnRules())
+            assert (found.error, found.request, found.key) == (None, wanted.request, named.key)
+
+
+def test_columns_that_no_row_has_a_field_for_are_carried_and_told(tmp_path: Path) -> None:
+    path = tmp_path / "in.csv"
+    path.write_text("prompt,max_length,extra_body,regex,n,other\np,5,{},a,2,x\n", encoding="utf-8")
+    header = table_header(path)
+    assert header is not None
+    told = header.notes(path)
+    assert [note.removeprefix(f"{path}: the column").split(" carried")[0] for note in told] == [
+        "s regex, n are",
+        " max_length is",
+        " extra_body is",
+    ]
+    assert "(it counts the prompt too: max_new_tokens counts the answer; --set columns=prompt ends" in told[1]
+    quiet = table_header(path, column_rules("prompt"))
+    assert quiet is not None
+    assert quiet.notes(path) == []
 
 
 # What a row says in which form does not matter, but what it says

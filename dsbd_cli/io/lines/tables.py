@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from dsbd_cli.errors import (
+    MAX_NAMES,
     InvalidRowError,
     UsageError,
     one_line,
@@ -59,13 +60,16 @@ class Header:
     def notes(self, path: Path) -> list[str]:
         """Return lines about columns that somebody may have meant otherwise."""
         notes = []
+        source = next((name for name in (*SOURCES, "body") if name in self.columns.fields), "")
         if unused := self.columns.unused:
             names, one = shown_names(list(unused)), len(unused) == 1
-            source = next(name for name in (*SOURCES, "body") if name in self.columns.fields)
             notes.append(
                 f"{path}: the column{'' if one else 's'} {names} {'is' if one else 'are'} carried, and no field of the "
                 f"rows ({SETTING}={','.join(unused.values())} changes that, {SETTING}={source} ends this line)"
             )
+        for name, use in list(self.columns.refused.items())[:MAX_NAMES]:
+            reason = f"carried, because no row has a field of this name ({use}; {SETTING}={source} ends this line)"
+            notes.append(f"{path}: the column {name} is {reason}")
         if self.left_out:
             notes.append(f"{path}: left out, because bytes are not carried: {shown_names(self.left_out)}")
         return notes

@@ -15,7 +15,7 @@ import orjson
 
 from dsbd_cli.errors import InvalidRowError, UsageError, shorten, shown_name
 from dsbd_cli.io.records.input_forms import SOURCES
-from dsbd_cli.io.records.request_fields import FIELDS, NAMED, types_of
+from dsbd_cli.io.records.request_fields import CONTAINERS, FIELDS, NAMED, REFUSED, types_of
 from dsbd_cli.io.records.row import Fields, TableRow
 
 ENVELOPE = ("method", "url", "body")
@@ -82,11 +82,13 @@ class Columns:
         fields: field of a row -> name of its column.
         carried: names of the columns that go into the rows' metadata.
         unused: of these, the ones that lines of JSON would have for fields: name -> how --set columns makes it one.
+        refused: of these, the ones that lines of JSON would fail for: name -> what to use.
     """
 
     fields: Mapping[str, str]
     carried: tuple[str, ...] = ()
     unused: Mapping[str, str] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
 
 
 def columns_of(names: list[str], rules: ColumnRules = BY_NAME) -> Columns:
@@ -112,8 +114,11 @@ def columns_of(names: list[str], rules: ColumnRules = BY_NAME) -> Columns:
     unknown = [name for name in carried if name not in SCORED]
     if rules.strict and unknown:
         raise UsageError(f"the column {shorten(unknown[0])} is no field, which --input-format strict refuses")
-    unused = {} if rules.named else _unused(carried, fields)
-    return Columns(fields, carried, unused)
+    if rules.named:
+        return Columns(fields, carried)
+    refused = {name: REFUSED[name].use for name in carried if name in REFUSED}
+    refused |= {name: "its fields may be columns" for name in carried if name in CONTAINERS}
+    return Columns(fields, carried, _unused(carried, fields), refused)
 
 
 def _by_name(names: list[str], mapped: Mapping[str, str]) -> list[str]:

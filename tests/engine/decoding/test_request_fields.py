@@ -25,6 +25,7 @@ from tests.helpers.toy import HashModel
 
 BEAMS, ROWS, LENGTH = 3, 8, 10
 TEMPLATE = (
+    "{# the model thinks between <think> and </think> #}"
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
     "{% if tools %}<tools>{{ tools[0].function.name }}{% endif %}"
     "{% if documents %}<documents>{{ documents[0].text }}{% endif %}"
@@ -99,6 +100,24 @@ def fails_saying(text: str) -> Callable[[Results, Results], bool]:
     return lambda results, plain: all(text in str(result.error) for result in results)
 
 
+def told(*, whole: bool) -> Callable[[Results, Results], bool]:
+    """Reasoning, which all of the answers are, is split off without the field. whole: with it, it is the text; else it
+    is dropped."""
+
+    def check(results: Results, plain: Results) -> bool:
+        split = [one for result in plain for one in result.hypotheses]
+        texts_of = [(one.reasoning or "" if whole else "") for one in split]
+        kept = [one for result in results for one in result.hypotheses]
+        return (
+            any(one.reasoning for one in split)
+            and not any(one.text for one in split)
+            and [one.text.strip() for one in kept] == texts_of  # blanks around reasoning are no part of it
+            and not any(one.reasoning for one in kept)
+        )
+
+    return check
+
+
 @dataclass
 class Effect:
     """value: of the field. check: whether its effect is there, of the results with it and without. beside: further
@@ -109,6 +128,7 @@ class Effect:
     beside: dict[str, Any] = field(default_factory=dict)
 
 
+THINKS = {"prompt": "ab<think>"}
 ENDING = {"logit_bias": {str(END): 9}}  # texts end soon
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 LEFT_OFF = {"messages": [*CHAT["messages"], {"role": "assistant", "content": "We"}]}
@@ -254,6 +274,9 @@ def effects() -> dict[str, Effect]:
         "guided_grammar": Effect('start: "ab"', lambda results, plain: set(texts(results)) == {"ab"}),
         "grammar": Effect('root ::= "a" "b"', lambda results, plain: set(texts(results)) == {"ab"}),
         "structured_outputs": Effect({"choice": ["ab"]}, lambda results, plain: set(texts(results)) == {"ab"}),
+        "reasoning": Effect("keep", told(whole=True), THINKS),
+        "separate_reasoning": Effect(False, told(whole=True), THINKS),
+        "include_reasoning": Effect(False, told(whole=False), THINKS),
         "tools": Effect(TOOLS, asked_more, CHAT),
         "tool_choice": Effect(
             "none",
