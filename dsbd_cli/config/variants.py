@@ -279,7 +279,7 @@ LOOKUPS = Variant(name="A+B", text="two that read text", settings=(SECOND_DRAFTS
 # Output formats
 
 # of a flat record, a row per beam
-BEAM_COLUMNS = ("id", "rank", "answer_id", "text", "logprob", "score", "reasoning", "tool_calls", "error")
+BEAM_COLUMNS = ("id", "rank", "answer_id", "text", "logprob", "score", "error", "reasoning", "tool_calls")
 FORMATS: dict[str, Format] = _table(
     Format(
         name="native",

@@ -309,13 +309,14 @@ def test_a_trimmed_draft_is_compared_without_transformers_assisted_sampling(
 
 
 def test_a_record_that_no_method_answers_is_told(tmp_path: Path) -> None:
-    """Guards a report of nothing: the target has no encoder to give a prefix to."""
+    """Guards a report of nothing: the target has no encoder to name a language to."""
     data = lines_of(tmp_path / "x.jsonl", 1)
-    done = bench("--input", str(data), "--methods", "greedy", "--set", "prefix=y", "--max-new-tokens", "4", "-q")
+    done = bench("--input", str(data), "--methods", "greedy", "--set", "source-lang=y", "--max-new-tokens", "4", "-q")
     assert done.code == 3
     said = " ".join(done.out.split())
     assert (
-        "note: x.jsonl: records without an answer, which count as wrong: greedy 1; the first: record 0: prefix" in said
+        "note: x.jsonl: records without an answer, which count as wrong: greedy 1; the first: record 0: source_lang"
+        in said
     )
 
 

@@ -229,6 +229,8 @@ def test_options_reach_the_library(dsbd: Dsbd) -> None:
         "log_steps": False,
         "on_too_long": "error",
         "allow": None,
+        "chat_template": None,
+        "chat_template_kwargs": None,
         "threads": 2,
     }
 

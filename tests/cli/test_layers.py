@@ -234,7 +234,7 @@ def test_every_option_can_stand_in_a_file(dsbd: Dsbd, job: Callable[[str], str])
     values: dict[object, object] = {int: 1, float: 0.5, bool: True, str: "'x'", Path: "'x'", list[str]: ["x"]}
     printed = dsbd("generate", "--print-config").out
     for name, kind in types.items():
-        if name in ("config", "print_config", "target"):
+        if name in ("config", "print_config", "dry_run", "target"):
             continue
         [plain] = [one for one in typing.get_args(kind) if one is not type(None)]
         value = f"'{typing.get_args(plain)[0]}'" if typing.get_origin(plain) is typing.Literal else values[plain]

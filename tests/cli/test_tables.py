@@ -24,7 +24,7 @@ from tests.cli.test_processes import finish, wait_for
 Dsbd = Callable[..., Outcome]
 Start = Callable[..., subprocess.Popen[bytes]]
 
-HEADER = "id,rank,answer_id,text,logprob,score,error"
+HEADER = "id,rank,answer_id,text,logprob,score,error,reasoning,tool_calls"
 ROWS: list[object] = [
     {"id": "a", "prompt": 'x, "y"\r\nz', "n_best": 2},
     {"id": "b", "prompt": "fail"},
@@ -54,7 +54,7 @@ def test_a_line_of_csv_per_beam(dsbd: Dsbd, tmp_path: Path) -> None:
     outcome = dsbd("generate", "--output-format", "csv", lines=ROWS)
     assert outcome.code == 3
     assert outcome.out.startswith(f'{HEADER}\na,1,,"x, ""y""\r\nz!0",-1.25,-0.4166')
-    assert outcome.out.endswith("finite numbers\n")
+    assert outcome.out.endswith("finite numbers,,\n")
     assert list(csv.DictReader(io.StringIO(outcome.out, newline=""))) == as_csv(TABLE)
     path = tmp_path / "out.csv.gz"
     path.write_bytes(b"older")
