@@ -152,10 +152,10 @@ class HFCodec:
     def _bos_token(self) -> tuple[str, int]:
         """The token that the tokenizer puts before every text, where that is its BOS: text and id, else "" and -1."""
         if self._bos is None:
-            bos = str(self._tokenizer.special_tokens_map.get("bos_token"))
-            token = self._tokenizer.get_vocab().get(bos, -1)
-            begins = self._ids("", add_special_tokens=True)[:1] == [token]
-            self._bos = (bos, token) if begins else ("", -1)
+            bos = str(self._tokenizer.special_tokens_map.get("bos_token") or "")
+            own = self._ids(bos, add_special_tokens=False) if bos else []
+            begins = len(own) == 1 and self._ids("", add_special_tokens=True)[:1] == own
+            self._bos = (bos, own[0]) if begins else ("", -1)
         return self._bos
 
     def least_tokens(self, text: str) -> int:

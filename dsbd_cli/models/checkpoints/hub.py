@@ -92,7 +92,7 @@ def locate_adapters(spec: ModelSpec) -> list[Path]:
 def brought(folder: Path) -> tuple[str, ...]:
     """Return what an adapter brings beside its weights, in words: a tokenizer, a chat template, both or neither. A
     folder of a whole checkpoint has its own."""
-    if (folder / "config.json").is_file():
+    if has_weights(folder):
         return ()
     settings = folder / TOKENIZER_CONFIG
     has = {

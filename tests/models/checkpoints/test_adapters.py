@@ -250,6 +250,7 @@ def test_the_tokenizer_and_the_template_of_an_adapter_are_used_with_a_line(based
     assert (shown(codec), notes) == ("w9 w5", (both % "chat template, which is",))
     (adapter / "chat_template.jinja").unlink()
     bring(adapter)
+    (adapter / "config.json").write_bytes((base / "config.json").read_bytes())  # as axolotl leaves it there
     for _ in range(2):
         codec, notes = codec_of(base, adapter)
         assert (shown(codec), notes) == ("w9 w5", (both % "tokenizer and a chat template, which are",))
