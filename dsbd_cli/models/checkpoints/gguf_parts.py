@@ -49,7 +49,13 @@ def reading_parts(file: Path) -> Iterator[None]:
     import gguf
     from transformers.integrations import gguf as seam
     from transformers.integrations.gguf.dequant import GGML_BLOCK
-    from transformers.integrations.gguf.reader import GgufHeader, LazyGgufTensor, TensorInfo
+    from transformers.integrations.gguf.reader import (
+        GgufHeader,
+        LazyGgufTensor,
+        TensorInfo,
+        load_gguf_state_dict,
+        read_gguf_metadata,
+    )
     from transformers.quantizers import quantizer_gguf as quantizer
 
     tensors = [tensor for part in others for tensor in gguf.GGUFReader(part).tensors]
@@ -57,19 +63,17 @@ def reading_parts(file: Path) -> Iterator[None]:
         TensorInfo(one.name, tuple(map(int, reversed(one.shape))), int(one.tensor_type), 0, int(one.n_bytes))
         for one in tensors
     )
-    read_header = GgufHeader.from_file
-    read_metadata, read_tensors = vars(seam)["read_gguf_metadata"], vars(quantizer)["load_gguf_state_dict"]
 
     def header(path: str) -> Any:
         first = read_header(path)
         return first._replace(tensors=(*first.tensors, *infos))
 
     def metadata(path: str, *given: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
-        values, names = read_metadata(path, *given)
+        values, names = read_gguf_metadata(path, *given)
         return values, (*names, *(info.name for info in infos))
 
     def state(whole: Any) -> dict[str, Any]:
-        found = read_tensors(whole._replace(tensors=whole.tensors[: -len(infos)])) if infos else read_tensors(whole)
+        found = load_gguf_state_dict(whole._replace(tensors=whole.tensors[: len(whole.tensors) - len(infos)]))
         for info, tensor in zip(infos, tensors, strict=True):
             shape = tensor.data.shape if info.ggml_type in GGML_BLOCK else info.shape
             found[info.name] = LazyGgufTensor(tensor.data.reshape(-1).view("uint8"), info.ggml_type, shape)
@@ -83,6 +87,7 @@ def reading_parts(file: Path) -> Iterator[None]:
             self.tensors = [*self.tensors, *tensors]
 
     with _lock, ExitStack() as stack:
+        read_header = GgufHeader.from_file
         stack.enter_context(_replaced(GgufHeader, "from_file", staticmethod(header)))
         stack.enter_context(_replaced(seam, "read_gguf_metadata", metadata))
         stack.enter_context(_replaced(quantizer, "load_gguf_state_dict", state))
@@ -92,6 +97,7 @@ def reading_parts(file: Path) -> Iterator[None]:
 
 @contextmanager
 def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
+    getattr(owner, name)  # transformers' modules may hold it only then
     before = vars(owner)[name]
     setattr(owner, name, value)
     try:
