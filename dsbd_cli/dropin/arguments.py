@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.sampling import SamplingConfig
-from dsbd_cli.config.token_rules import named_rules, written_rules
+from dsbd_cli.config.token_rules import MOST_BIAS, named_rules, written_rules
 from dsbd_cli.errors import UsageError, shorten
 
 # logits processors that are settings of ours, with the attribute that holds the value
@@ -170,6 +170,11 @@ def rules_of(processors: Any, ids: Tensor, mask: Tensor | None, config: Any, end
         elif name == "SequenceBiasLogitsProcessor":
             if any(len(word) > 1 for word in one.sequence_bias):
                 raise UsageError("sequence_bias has a sequence of several tokens, which is not supported: drop it")
+            if strong := [bias for bias in one.sequence_bias.values() if not -MOST_BIAS <= bias <= MOST_BIAS]:
+                raise UsageError(
+                    f"sequence_bias has {strong[0]}, but must be from {-MOST_BIAS:g} to {MOST_BIAS:g}: give tokens that "
+                    "never come as suppress_tokens"
+                )
             rules["logit_bias"] = {word[0]: bias for word, bias in one.sequence_bias.items()}
         elif name == "SuppressTokensLogitsProcessor":
             rules["suppress_tokens"] = list(_token_ids(one.suppress_tokens))

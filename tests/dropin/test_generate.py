@@ -246,7 +246,7 @@ def test_sampling_follows_torchs_seed() -> None:
 
 UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "bias": ({"sequence_bias": [[[5, 6], 2.0]]}, "sequence_bias has a sequence of several tokens"),
-    "too much": ({"sequence_bias": [[[5], 200.0]]}, "logit_bias is '5:200.0'"),
+    "too much": ({"sequence_bias": [[[5], 200.0]]}, "sequence_bias has 200.0, but must be from -100 to 100"),
     "forced": ({"forced_eos_token_id": [5, 6]}, r"forced_eos_token_id is \[5, 6\], but only one token"),
     "normalised": (
         {"renormalize_logits": True, "prefix_allowed_tokens_fn": lambda batch, ids: [20] if len(ids) == 5 else [2]},

@@ -47,7 +47,8 @@ class RuleTable:
         self.on_logits, self.normalised = self.eos.new_zeros(rows), self.eos.new_zeros(rows)  # [R] each
         self.last_normalised, self.timed = self.eos.new_zeros(rows), self.eos.new_zeros(rows)  # [R] each
         # [R, V] each: tokens that are suppressed, always or at the beginning. Without rows until a request has some.
-        self.banned, self.begin_banned = (self.eos.new_zeros(0, len(self.eos)) for _ in "ab")
+        self.banned = self.eos.new_zeros(0, len(self.eos))
+        self.begin_banned = self.banned.clone()
         self.own_eos = self.eos.new_zeros(0, len(self.eos))  # [R, V], where some request has end tokens of its own
         self.biased, self.bias = zeros.new_zeros(rows, 0), self.penalty.new_zeros(rows, 0)  # [R, B] tokens and numbers
         self.words = zeros.new_zeros(rows, 0, 0)  # [R, Q, T], see `_aligned`
@@ -107,7 +108,8 @@ class RuleTable:
         suppressed = [*rules.suppress_tokens, *(word[0] for word in rules.bad_words_ids if len(word) == 1)]
         at_first, allowed = rules.begin_suppress_tokens, rules.allowed_token_ids
         if (suppressed or at_first or allowed) and not len(self.banned):
-            self.banned, self.begin_banned = (self.eos.new_zeros(len(self.rules), len(self.eos)) for _ in "ab")
+            self.banned = self.eos.new_zeros(len(self.rules), len(self.eos))
+            self.begin_banned = self.banned.clone()
             self.version += 1
         if len(self.banned):
             self.banned[row], self.begin_banned[row] = bool(allowed), False

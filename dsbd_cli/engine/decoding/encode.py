@@ -145,7 +145,13 @@ class Encoder:
             job.prompt, job.truncated = self.encode(request, job.max_new)
             job.prefix = min(self._prefix_tokens(request.sampling.prefix), len(job.prompt))
             job.rules = self._rules.of(request.sampling, "none", job.prompt)
-        if job.rules.renormalize_logits and (bound := _binding(job)) is not None:
+        bound = _binding(job)
+        if bound is not None and request.sampling.prefix is not None:
+            raise InvalidRowError(
+                f"prefix is {shorten(request.sampling.prefix)}, but {bound} says how the whole answer reads: drop one of "
+                "them"
+            )
+        if bound is not None and job.rules.renormalize_logits:
             raise InvalidRowError(
                 f"token_rules: renormalize_logits is 1, which does not go with {bound}: switch it off with "
                 "renormalize_logits=none"

@@ -138,7 +138,7 @@ HONOURED: dict[str, tuple[RequestField, ...]] = {
         ),
         RequestField(
             "min_new_tokens",
-            "no end token comes before the answer has so many tokens",
+            "no end token comes before the answer has so many tokens; a stop string may",
             _integer(0),
             aliases=("min_tokens",),
         ),
@@ -243,7 +243,8 @@ HONOURED: dict[str, tuple[RequestField, ...]] = {
         RequestField("allowed_token_ids", "the only tokens that may be generated", SOME_IDS),
         RequestField(
             "bad_words",
-            "texts that do not occur in the answer, with and without a blank before them",
+            "texts that do not occur in the answer, with and without a blank before them; the prompt counts as text before "
+            "it",
             _list(TEXT),
             neutral=([],),
         ),

@@ -10,6 +10,7 @@ import pytest
 from tokenizers import processors
 
 from dsbd_cli.config.chat import ChatConfig
+from dsbd_cli.config.grammars import Grammar
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.model import OnTooLong
 from dsbd_cli.config.sampling import SamplingConfig
@@ -142,6 +143,16 @@ def test_rows_that_cannot_be_answered_say_why(settings: dict[str, Any], said: st
 
 
 # Special tokens and truncation
+
+
+@pytest.mark.parametrize(
+    "bound", [{"grammar": Grammar.regex("fox b+")}, {"allow": ("ab",)}], ids=["grammar", "allow"]
+)
+def test_a_prefix_does_not_go_with_what_says_the_whole_answer(bound: dict[str, Any]) -> None:
+    """Guards a text that is told as valid although its prefix is no part of what the grammar saw."""
+    [name] = bound
+    [result] = engine_of("byte-level").run([Request("The", sampling=sampling(prefix="fox", n_best=1), **bound)])
+    assert str(result.error) == f"prefix is 'fox', but {name} says how the whole answer reads: drop one of them"
 
 
 def encoder(kind: str, *, bos: bool, positions: int | None = None, on_too_long: OnTooLong = "error") -> Encoder:
