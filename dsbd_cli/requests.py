@@ -126,7 +126,7 @@ class Request:
     def _check_forced_call(self) -> None:
         """Raise UsageError where something else says what the answer is, which must be a call of a function."""
         choice = shorten(self.chat.tool_choice)
-        for name, value in (("allow", self.allow), ("grammar", self.grammar), ("stop", self.sampling.stop or None)):
+        for name, value in (("allow", self.allow), ("a grammar", self.grammar), ("stop", self.sampling.stop or None)):
             if value is not None:
                 message = f"tool_choice is {choice}, so the answer is a call, but {name} is given too: drop one of them"
                 raise UsageError(message, field="tool_choice", value=self.chat.tool_choice)
