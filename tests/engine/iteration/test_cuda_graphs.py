@@ -9,9 +9,10 @@ from __future__ import annotations
 import itertools
 import random
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -56,7 +57,21 @@ class FakeRecorder:
         return Again(phase)
 
 
-def decode(graphs: IterationGraphs | None, rule: str, **method: object) -> list[list[tuple[int, ...]]]:
+def own_limits(number: int) -> dict[str, Any]:
+    """Ends and beams of a row's own, for some rows."""
+    return {
+        "eos_token_id": (3, number % 5) if number % 10 > 7 else None,
+        "early_stopping": "never" if number in (5, 6) else False,
+        "num_beams": 2 if number in (10, 11) else None,
+    }
+
+
+def decode(
+    graphs: IterationGraphs | None,
+    rule: str,
+    own: Callable[[int], dict[str, Any]] = lambda number: {},
+    **method: object,
+) -> list[list[tuple[int, ...]]]:
     target, draft = table_pair(1, VOCABULARY, 0.4)
     config = MethodConfig.of(
         {"rule": rule, "num_beams": 3, "drafts_per_layer": 8, "depth": 3, "width": "fixed", **method}
@@ -66,7 +81,8 @@ def decode(graphs: IterationGraphs | None, rule: str, **method: object) -> list[
     texts = []
     for start in (0, 30):  # two batches after one another: the second uses what the first captured, or drops it
         sampling = [
-            SamplingConfig(max_new_tokens=12 + i % 5, top_k=6, stop=("7 7",) if i % 9 == 8 else ()) for i in range(20)
+            SamplingConfig(max_new_tokens=12 + i % 5, top_k=6, stop=("7 7",) if i % 9 == 8 else (), **own(i))
+            for i in range(20)
         ]
         requests = (
             Request(id=str(i), seed=start + i, prompt_ids=(i % 5, i % 7), sampling=sampling[i]) for i in range(20)
@@ -80,6 +96,13 @@ def test_captured_iterations_give_the_same_texts(rule: str) -> None:
     graphs = IterationGraphs(FakeRecorder())
     assert decode(graphs, rule) == decode(None, rule)
     assert graphs.replays > 20
+
+
+@pytest.mark.parametrize("rule", ["coupled", "search", "rejection"])
+def test_captures_know_rows_with_limits_of_their_own(rule: str) -> None:
+    graphs = IterationGraphs(FakeRecorder())
+    assert decode(graphs, rule, own_limits) == decode(None, rule, own_limits)
+    assert graphs.replays > 5
 
 
 @pytest.mark.parametrize("rule", ["coupled", "search"])
