@@ -8,7 +8,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import NoneType
@@ -166,6 +166,7 @@ def load_dry(
     draft: ModelSpec | None,
     *,
     method: MethodConfig,
+    tell: Callable[[str], None],
     on_too_long: OnTooLong = "error",
     allow: Path | None = None,
     chat_template: str | None = None,
@@ -173,8 +174,8 @@ def load_dry(
 ) -> DryEngine:
     """Return an engine that checks requests as the one of `load` does, with the tokenizer and no model.
 
-    chat_template: the text of one. The other arguments are those of `load`. Nothing is downloaded. Raises
-    ModelNotFoundError, ModelError, UnsupportedModelError and UsageError.
+    tell: receives lines that the user should know. chat_template: the text of one. The other arguments are those of
+    `load`. Nothing is downloaded. Raises ModelNotFoundError, ModelError, UnsupportedModelError and UsageError.
     """
     from dsbd_cli.engine.constraints.catalogues import open_catalogues
     from dsbd_cli.engine.constraints.grammar import GrammarCompiler
@@ -202,6 +203,7 @@ def load_dry(
         sys.maxsize,
         catalogues,
         grammars,
+        tell,
     )
     info = EngineInfo(
         target.source, None if draft is None else draft.source, "", "", chat=codec.has_template, notes=tuple(notes)

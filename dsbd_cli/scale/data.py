@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
+import logging
 import threading
-import warnings
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -24,6 +24,8 @@ from dsbd_cli.io.records.fields import messages as checked_messages
 from dsbd_cli.io.records.record_parts import calls_text
 from dsbd_cli.requests import Request, RequestResult, derive_seed
 from dsbd_cli.scale.worker import Failure, Worker, WorkerSetup
+
+_logger = logging.getLogger(__name__)
 
 Batch = Mapping[str, Sequence[object]]
 NEW_COLUMNS = (
@@ -41,7 +43,7 @@ class Answer:
     A row has `prompt` or `messages`, and may have `id`. Its seed comes from the run's and its id. Without an id it
     comes from the prompt, because Ray Data promises no order. Every row is returned with all its columns and those of
     NEW_COLUMNS; `tool_calls` is JSON text. `error` says why a row has no text, and is null where it has one. `beams` is
-    added for an n_best above 1.
+    added for an n_best above 1. Lines that the user should know go to the log `dsbd_cli`.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class Answer:
             chat_template=chat_template,
             chat_template_kwargs=chat_template_kwargs,
         )
-        self._worker = Worker(WorkerSetup(load, (), batch_size), heeds_interrupts=True)
+        self._worker = Worker(WorkerSetup(load, (), batch_size), owns_process=False)
         while (greeting := self._worker.hello()) is None:
             continue
         if isinstance(greeting, Failure):
@@ -140,7 +142,7 @@ class Answer:
         while self._failure is None:
             exchange = self._worker.exchange(())
             for line in exchange.lines:
-                warnings.warn(line, RuntimeWarning, stacklevel=1)
+                _logger.warning("%s", line)
             with self._changed:
                 for number, answer in exchange.answers:
                     self._results[number] = replace(answer, request=self._requests.pop(number))

@@ -31,6 +31,8 @@ WAIT_S = 0.2  # an exchange answers after this time at the latest
 IDLE_S = 0.02  # an engine with nothing to do looks into the inbox after this time
 BUSY_S = 0.005  # an engine that asks for rows again only after this time has computed, and is not kept waiting
 
+LIBRARY_LOG = logging.getLogger("dsbd_cli")
+
 
 class RunsRequests(Protocol):
     """The part of an engine's interface that is used here. `Engine` has it, and so have the workers together."""
@@ -49,7 +51,13 @@ class RunsRequests(Protocol):
         ...
 
 
-LoadEngine = Callable[[], RunsRequests]
+class LoadedEngine(RunsRequests, Protocol):
+    """An engine of this process. tell: receives lines that the user should know."""
+
+    tell: Callable[[str], None]
+
+
+LoadEngine = Callable[[], LoadedEngine]
 
 
 def load_engine(target: ModelSpec, draft: ModelSpec | None, **options: object) -> Engine:
@@ -128,7 +136,7 @@ class Exchange:
     """Answers that a worker returns, and the state of its engine.
 
     steps: taken since it was loaded, those of unfinished rows included. exactness: of its answers, weaker than at load
-    where a kernel has failed since; None: not loaded. lines: what the library has warned of since the exchange before.
+    where a kernel has failed since; None: not loaded. lines: for the user, since the exchange before.
     """
 
     answers: list[Answered]
@@ -138,40 +146,35 @@ class Exchange:
     lines: tuple[str, ...] = ()
 
 
-class _Warnings(logging.Handler):
-    """A handler that keeps what the library warns of, for the driver."""
+class _LogWarnings(logging.Handler):
+    """A handler that passes on what the library logs as a warning."""
 
-    def __init__(self) -> None:
+    def __init__(self, tell: Callable[[str], None]) -> None:
         super().__init__(logging.WARNING)
-        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._tell = tell
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._lines.put(record.getMessage())
-
-    def take(self) -> tuple[str, ...]:
-        """Return the lines since the last call."""
-        lines = list[str]()
-        with contextlib.suppress(queue.Empty):
-            while True:
-                lines.append(self._lines.get_nowait())
-        return tuple(lines)
+        self._tell(record.getMessage())
 
 
 class Worker:
     """An engine that a thread loads and runs. Rows and answers pass through `exchange`."""
 
-    def __init__(self, setup: WorkerSetup, *, heeds_interrupts: bool = False) -> None:
-        """heeds_interrupts: Ctrl-C does here what it did before. Otherwise it is ignored, because it is for the driver,
-        which ends its workers."""
-        if not heeds_interrupts and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+    def __init__(self, setup: WorkerSetup, *, owns_process: bool = True) -> None:
+        """owns_process: the process is there for this worker alone. Ctrl-C is then ignored, because it is for the
+        driver, which ends its workers, and what the library logs as a warning goes to the driver. Otherwise both are
+        left to the process."""
         self._setup = setup
-        self._warnings = _Warnings()
-        logging.getLogger("dsbd_cli").addHandler(self._warnings)
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._handler = _LogWarnings(self._lines.put) if owns_process else None
+        if self._handler is not None:
+            LIBRARY_LOG.addHandler(self._handler)
+        if owns_process and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         self._info: WorkerInfo | None = None
         self._failure: Failure | None = None
         self._loaded = threading.Event()
-        self._engine: RunsRequests | None = None
+        self._engine: LoadedEngine | None = None
         self._inbox: queue.SimpleQueue[tuple[int, Request]] = queue.SimpleQueue()
         self._outbox: queue.SimpleQueue[Answered | None] = queue.SimpleQueue()
         self._numbers: dict[int, tuple[int, Request]] = {}  # by id of the request
@@ -202,21 +205,32 @@ class Worker:
                 break
             if item is not None:
                 done.append(item)
-        engine, failure, lines = self._engine, None if done else self._failure, self._warnings.take()
+        engine, failure, lines = self._engine, None if done else self._failure, self._take_lines()
         if engine is None:
             return Exchange(done, 0, failure, lines=lines)
         return Exchange(done, engine.steps, failure, engine.exactness, lines)
+
+    def _take_lines(self) -> tuple[str, ...]:
+        """Return the lines since the last call."""
+        lines = list[str]()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                lines.append(self._lines.get_nowait())
+        return tuple(lines)
 
     def _work(self) -> None:
         """Load an engine, then answer until the process ends. This is the work of the thread."""
         try:
             self._engine = engine = self._setup.load()
+            engine.tell = self._lines.put
             self._info = self._described(engine)
             self._loaded.set()
             for result in engine.run(self._requests(), ordered=False):
                 number, _ = self._numbers.pop(id(result.request))
                 self._outbox.put((number, replace(result, request=NO_REQUEST)))
         except BaseException as error:  # of any kind: the driver must hear of it
+            if self._handler is not None:
+                LIBRARY_LOG.removeHandler(self._handler)
             self._failure = Failure.of(error)
             self._loaded.set()
             self._outbox.put(None)

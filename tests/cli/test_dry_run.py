@@ -103,6 +103,16 @@ def test_the_lines_for_people(dry: Callable[..., Any], tmp_path: Path) -> None:
     assert len(dry(lines=["x"] * 50)["bad_rows"]) == 50
 
 
+def test_what_the_encoder_tells_is_printed_once(
+    dry: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards a line that a run prints and --dry-run does not."""
+    (tmp_path / "template.jinja").write_text("<think></think>{{ messages[0].content }}")
+    row = json.dumps({"prompt": "x<think>", "response_format": {"type": "json_object"}})
+    dry("--set", f"chat-template={tmp_path / 'template.jinja'}", "--no-chat", lines=[row, row], code=0)
+    assert capsys.readouterr().err.count("a prompt ends with <think>, but a grammar") == 1
+
+
 def test_a_file_without_faults(dry: Callable[..., Any]) -> None:
     found = dry(lines=['{"prompt": "The quick"}', "", '{"prompt": "fox"}'], code=0)
     assert (found["rows"]["read"], found["rows"]["to_answer"], found["bad_rows"]) == (2, 2, [])

@@ -89,6 +89,7 @@ class FakeEngine:
         self.before = before
         self.method, self.batch_size, self.log_steps = method, batch_size, log_steps
         self.info: EngineInfo | None = None
+        self.tell: Callable[[str], None] = lambda line: None
         self.stopping, self.steps, self.allowed = False, 0, None
 
     @property

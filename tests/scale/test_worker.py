@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -30,8 +31,8 @@ def fake(before: Callable[[str], None] | None = None) -> FakeEngine:
     return FakeEngine(METHOD, 4, log_steps=False, before=before)
 
 
-def worker(load: Any = fake) -> Worker:
-    return Worker(WorkerSetup(load, (), 4), heeds_interrupts=True)
+def worker(load: Any = fake, *, owns_process: bool = False) -> Worker:
+    return Worker(WorkerSetup(load, (), 4), owns_process=owns_process)
 
 
 def greeted(made: Worker) -> WorkerInfo | Failure:
@@ -171,21 +172,72 @@ def test_an_exchange_gathers_answers_while_the_engine_has_rows() -> None:
     assert len(exchange.answers) < 8, "it did not end when the engine had read them"
 
 
-def test_what_the_library_warns_of_goes_to_the_driver_once() -> None:
-    """Guards lines that only the log of a worker holds."""
-
-    def before(prompt: str) -> None:
-        logging.getLogger("dsbd_cli.models.tokenizer").warning("a line about %s", prompt)
-        logging.getLogger("dsbd_cli.models.tokenizer").info("not this one")
-
-    made = worker(lambda: fake(before))
-    made.put([row(0, "x")])
+def lines_of(made: Worker) -> list[str]:
+    """Lines up to the answer of the one row that it has."""
     lines: list[str] = []
     while (exchange := made.exchange((), wait_s=HANG_S)) and not exchange.answers:
+        assert exchange.failure is None
         lines += exchange.lines
-    lines += exchange.lines
-    assert lines == ["a line about x"]
+    return [*lines, *exchange.lines]
+
+
+def logs(prompt: str) -> None:
+    logging.getLogger("dsbd_cli.models.tokenizer").warning("a line about %s", prompt)
+    logging.getLogger("dsbd_cli.models.tokenizer").info("not this one")
+
+
+def test_what_the_library_warns_of_goes_to_the_driver_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards lines that only the log of a worker holds, and a handler that outlives its worker."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    before = list(logging.getLogger("dsbd_cli").handlers)
+    made = worker(lambda: fake(logs), owns_process=True)
+    made.put([row(0, "x")])
+    assert lines_of(made) == ["a line about x"]
     assert made.exchange((), wait_s=0).lines == ()
+    made.put([row(1, "crash")])
+    while made.exchange((), wait_s=HANG_S).failure is None:
+        continue
+    assert logging.getLogger("dsbd_cli").handlers == before
+
+
+def test_the_log_of_a_process_with_several_workers_is_left_to_it(caplog: pytest.LogCaptureFixture) -> None:
+    """Guards lines that each of two Answers in one process reports, whichever engine they are of."""
+    first, second = worker(lambda: fake(logs)), worker()
+    first.put([row(0, "x")])
+    assert lines_of(first) == []
+    second.put([row(0, "y")])
+    assert lines_of(second) == []
+    assert caplog.messages == ["a line about x"]
+
+
+def test_what_an_engine_tells_of_its_rows_goes_to_the_driver() -> None:
+    """Guards lines that go to the warnings of a worker's process, which nobody reads."""
+
+    def load() -> FakeEngine:
+        made = fake(lambda prompt: made.tell(f"a line about {prompt}"))
+        return made
+
+    first, second = worker(load), worker(load)
+    for made, prompt in ((first, "x"), (second, "y")):
+        made.put([row(0, prompt)])
+        assert lines_of(made) == [f"a line about {prompt}"]
+
+
+def test_a_line_of_several_workers_is_said_once() -> None:
+    pytest.importorskip("ray")
+    from dsbd_cli.scale.workers import PoolConfig, RayEngine, WorkerReport, _WorkerSlot
+
+    said = list[str]()
+    driver = RayEngine(WorkerSetup(fake, (), 4), PoolConfig(2, 2, "auto"), said.append, lambda line: None)
+    try:
+        for number, lines in enumerate((("a",), ("a", "b"))):
+            slot = _WorkerSlot(WorkerReport(number))
+            made = worker()
+            driver._joined(slot, greeted(made))
+            driver._answered(slot, replace(made.exchange((), wait_s=0), lines=lines))
+    finally:
+        driver.close()
+    assert said == ["a", "b"]
 
 
 def test_hello_answers_while_models_are_loading() -> None:
@@ -264,6 +316,23 @@ def test_a_row_per_row_with_an_error_column(answer: Answer) -> None:
     assert str(made["error"][1]).startswith("PromptTooLongError: prompt has 900 tokens")
     assert made["error"][2] == "InvalidRowError: neither prompt nor messages is given"
     assert [one["text"] for one in made["beams"][0]] == ["a!0", "a!1"]  # type: ignore[index, attr-defined]
+
+
+def test_what_the_engine_of_an_answer_tells_goes_to_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, beside another Answer of the process, and where Python's warnings are errors: such an error ended the
+    thread that collects answers, and the batch waited for ever."""
+
+    def load(*_: object, **__: object) -> FakeEngine:
+        made = fake(lambda prompt: made.tell(f"a line about {prompt}"))
+        return made
+
+    monkeypatch.setattr(loading, "load", load)
+    answers = [Answer(), Answer()]
+    for each, prompt in zip(answers, ("x", "y"), strict=True):
+        assert each.answer({"prompt": [prompt]})["error"] == [None]
+    assert caplog.messages == ["a line about x", "a line about y"]
 
 
 def test_the_draft_is_that_of_load(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -274,6 +274,7 @@ class _GenerateRun:
             settings.target,
             settings.draft,
             method=settings.method,
+            tell=self.reporter.warn,
             on_too_long=settings.on_too_long,
             allow=settings.allow,
             chat_template=settings.chat_template,
