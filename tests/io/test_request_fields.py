@@ -768,3 +768,22 @@ def test_rules_of_a_row_are_added_to_those_of_the_run() -> None:
     assert got.request is not None
     expected = "checkpoint,min_length=3,suppress_tokens=5,forced_eos_token_id=7"
     assert got.request.sampling.token_rules == expected
+
+
+def test_the_sample_of_other_tools_is_read() -> None:
+    """Each of its rows is a request without a warning, or fails for the one field that cannot be had."""
+    refused = {
+        "vllm-17": "prompt_logprobs",
+        "vllm-18": "lora_request",
+        "chat-9": "body.audio",
+        "chat-10": "body.messages[0].content[1]",
+        "completion-2": "body.echo",
+        "response-4": "body.previous_response_id",
+    }
+    lines = (Path(__file__).parents[2] / "sample_inputs" / "other_tools.jsonl").read_bytes().splitlines()
+    search = replace(STRICT, rule="search")
+    rows = [search.read(line, index=index, number=index + 1) for index, line in enumerate(lines)]
+    failed = {row.id: str(row.error).partition(": ")[2].partition(" is ")[0] for row in rows if row.error is not None}
+    assert failed == refused
+    assert {row.form for row in rows} == {"flat", "openai-completions", "openai-chat", "openai-responses"}
+    assert not any(row.warnings for row in rows if row.error is None)

@@ -94,6 +94,7 @@ HONOURED: dict[str, tuple[RequestField, ...]] = {
             "text to continue, or the source of an encoder-decoder target; a row has exactly one of `prompt`, "
             "`messages`, `audio` and `image`",
             TEXT,
+            aliases=("inputs",),
         ),
         RequestField(
             "messages",

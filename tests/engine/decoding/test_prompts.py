@@ -145,9 +145,7 @@ def test_rows_that_cannot_be_answered_say_why(settings: dict[str, Any], said: st
 # Special tokens and truncation
 
 
-@pytest.mark.parametrize(
-    "bound", [{"grammar": Grammar.regex("fox b+")}, {"allow": ("ab",)}], ids=["grammar", "allow"]
-)
+@pytest.mark.parametrize("bound", [{"grammar": Grammar.regex("fox b+")}, {"allow": ("ab",)}], ids=["grammar", "allow"])
 def test_a_prefix_does_not_go_with_what_says_the_whole_answer(bound: dict[str, Any]) -> None:
     """Guards a text that is told as valid although its prefix is no part of what the grammar saw."""
     [name] = bound
