@@ -33,54 +33,75 @@ class ReasoningMarks:
     Attributes:
         begin: mark that the reasoning begins with; empty: every answer begins in its reasoning.
         ends: marks that the answer follows.
-        call: mark that ends the reasoning too, and is a part of the answer; empty: there is none.
+        calls: marks that end the reasoning too, and are a part of the answer.
+        message: mark behind `ends` and `calls` that the content follows, where a header stands before it; empty: the
+            content follows at once.
         divider: regular expression of what stands before and between parts of the reasoning and is no text, `begin`
             among it; empty: only `begin` is no text.
     """
 
     begin: str
     ends: tuple[str, ...]
-    call: str = ""
+    calls: tuple[str, ...] = ()
+    message: str = ""
     divider: str = ""
 
     @property
     def closing(self) -> tuple[bytes, ...]:
         """All marks that end the reasoning."""
-        return tuple(mark.encode() for mark in (*self.ends, self.call) if mark)
+        return tuple(mark.encode() for mark in (*self.ends, *self.calls))
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Reasoning of one answer: its marks, and whether the answer begins behind the first mark, which then stands in the
-    prompt."""
+    """Reasoning of one answer.
+
+    Attributes:
+        marks: its marks.
+        opened: the answer begins behind the first mark, which then stands in the prompt.
+        before: end of what was written before the text, with the mark in which the text begins, or behind which nothing
+            but whitespace stands; it belongs to an opened reasoning.
+    """
 
     marks: ReasoningMarks
     opened: bool
+    before: bytes = b""
 
-    def answer_at(self, written: bytes) -> int | None:
+    def answer_at(self, text: bytes) -> int | None:
         """Return the byte that the answer begins at, behind the mark that ends the reasoning; 0 for a text without
         reasoning, None for a text that is still in its reasoning."""
+        written = self.before + text
         begin = self._begin(written)
         if begin is None:
             return 0
         end = self._end(written, begin)
-        return None if end is None else end[1]
+        return None if end is None or end[1] is None else max(0, end[1] - len(self.before))
+
+    def stops_at(self, text: bytes) -> int | None:
+        """Return the byte from which on stop strings count, behind the whitespace before the answer; 0 for a text
+        without reasoning, None for a text that is still in its reasoning."""
+        at = self.answer_at(text)
+        if at is None or self._begin(self.before + text) is None:
+            return at
+        return len(text) - len(text[at:].lstrip(WHITESPACE_BYTES))
 
     def split(self, text: str) -> tuple[str | None, str]:
         """Return the reasoning and the answer of a text. The reasoning is None where there is none. Without reasoning
         the text stays as it is; behind it the answer loses the whitespace before it."""
-        written = text.encode()
+        written = self.before + text.encode()
         begin = self._begin(written)
         if begin is None:
             return None, text
         marks, end = self.marks, self._end(written, begin)
-        stop, after = (len(written), len(written)) if end is None else end
-        reasoning = written[begin:stop].decode(errors="replace").strip()
+        stop, answer = (len(written), None) if end is None else end
+        reasoning = written[max(begin, len(self.before)) : stop].decode(errors="replace").strip()
         if marks.divider:
             reasoning = "\n\n".join(filter(None, map(str.strip, re.split(marks.divider, reasoning))))
         reasoning = reasoning.removeprefix(marks.begin).strip()
-        kept = stop if marks.call and written[stop:after] == marks.call.encode() else after
-        return reasoning or None, written[kept:].decode(errors="replace").lstrip()
+        if written.startswith(tuple(call.encode() for call in marks.calls), stop):
+            answer = stop
+        kept = b"" if answer is None else written[answer:]
+        return reasoning or None, kept.decode(errors="replace").lstrip(WHITESPACE)
 
     def certain(self, text: str) -> str:
         """Return the beginning of an answer that cannot change, whatever follows this text; empty while the text is in
@@ -92,9 +113,22 @@ class Reasoning:
 
     def after(self, prefix: bytes) -> Reasoning | None:
         """Return the reasoning of what follows a beginning of the answer; None where the answer itself has begun."""
-        if not prefix.strip(WHITESPACE_BYTES):
+        written = self.before + prefix
+        if not written.strip(WHITESPACE_BYTES):
             return self
-        return Reasoning(self.marks, True) if self.answer_at(prefix) is None else None
+        begin = self._begin(written)
+        if begin is None:
+            return None
+        end = self._end(written, begin)
+        if end is None:  # a mark may have begun
+            closing, longest = self.marks.closing, max(map(len, self.marks.closing)) - 1
+            tails = (written[place:] for place in range(max(begin, len(written) - longest), len(written)))
+            tail = next((tail for tail in tails if any(mark.startswith(tail) for mark in closing)), b"")
+            return Reasoning(self.marks, True, tail)
+        stop, answer = end
+        if answer is not None and written[answer:].strip(WHITESPACE_BYTES):
+            return None
+        return Reasoning(self.marks, True, written[stop:answer])
 
     def _begin(self, written: bytes) -> int | None:
         """Return the byte that the reasoning begins at, with its mark; None where the answer has no reasoning."""
@@ -103,11 +137,16 @@ class Reasoning:
         lead = len(written) - len(written.lstrip(WHITESPACE_BYTES))
         return lead if written.startswith(self.marks.begin.encode(), lead) else None
 
-    def _end(self, written: bytes, begin: int) -> tuple[int, int] | None:
-        """Return where the mark that ends the reasoning begins and ends; None where there is none yet."""
+    def _end(self, written: bytes, begin: int) -> tuple[int, int | None] | None:
+        """Return where the mark that ends the reasoning begins, and where the content behind it does, None while its
+        header stands there alone; None where there is no such mark yet."""
         found = [(written.find(mark, begin), len(mark)) for mark in self.marks.closing]
         ends = [(place + size, place) for place, size in found if place >= 0]
-        return min(ends)[::-1] if ends else None
+        if not ends:
+            return None
+        (end, place), message = min(ends), self.marks.message.encode()
+        at = written.find(message, end)
+        return place, None if at < 0 else at + len(message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +181,12 @@ REASONING: tuple[ReasoningMarks, ...] = (
     # gpt-oss: messages of several channels, the last of which is the answer
     ReasoningMarks(
         begin="<|channel|>",
-        ends=("<|channel|>final<|message|>",),
-        call="<|channel|>commentary to=functions.",
-        divider=r"(?:<\|end\|>)?(?:<\|start\|>assistant)?<\|channel\|>[^<]*<\|message\|>|<\|end\|>(?:<\|start\|>assistant)?",
+        ends=("<|channel|>final",),
+        calls=("<|channel|>commentary to=functions.", "<|start|>assistant to=functions."),
+        message="<|message|>",
+        # a header of a message, which the text may end in
+        divider=r"(?:<\|end\|>)?(?:<\|start\|>[^<]*)?(?:<\|channel\|>[^<]*)?(?:<\|constrain\|>[^<]*)?(?:<\|message\|>|\Z)"
+        r"|<\|end\|>(?:<\|start\|>assistant)?",
     ),
     ReasoningMarks("<think>", ("</think>",)),
     ReasoningMarks("[THINK]", ("[/THINK]",)),
@@ -156,7 +198,9 @@ CALLS: tuple[CallForm, ...] = (
     CallForm(
         template=("<|channel|>", "to=functions."),
         marks=("<|channel|>", "<|constrain|>", "<|message|>", "<|call|>"),
-        head=r"<\|channel\|>commentary to=functions\.(?P<name>[\w.-]+)[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>",
+        # the name stands behind the channel, or behind the role as in the template; the role may stand in the prompt
+        head=r"(?:(?:<\|channel\|>commentary|<\|start\|>assistant) |\A\s*)to=functions\.(?P<name>[\w.-]+)[^<]*"
+        r"(?:<\|channel\|>commentary[^<]*)?(?:<\|constrain\|>[^<]*)?<\|message\|>",
         tail=r"(?:<\|call\|>)?",
         call="<|channel|>commentary to=functions.{plain_name} <|constrain|>json<|message|>{arguments}",
     ),
@@ -270,7 +314,7 @@ def form_of(
         ),
         None,
     )
-    texts = [] if marks is None else [marks.begin, *marks.ends, marks.call, marks.divider.replace("\\", "")]
+    texts = [] if marks is None else [marks.begin, *marks.ends, *marks.calls, marks.divider.replace("\\", "")]
     texts += [] if calls is None else calls.marks
     tokens = {
         text: token

@@ -168,6 +168,7 @@ def test_a_schema_that_cannot_be_followed_is_told(parameters: object, message: s
 # Reasoning
 
 THOUGHT = "<|channel|>analysis<|message|>think<|end|><|start|>assistant"
+BY_ROLE = ' to=functions.get_weather<|channel|>commentary json<|message|>{"city": "Rom", "days": 2}'  # as in templates
 
 
 @pytest.mark.parametrize(
@@ -191,6 +192,21 @@ THOUGHT = "<|channel|>analysis<|message|>think<|end|><|start|>assistant"
             ("think\n\nplan", "hi"),
         ),
         ("gpt-oss", False, f"{THOUGHT}{WRITTEN['gpt-oss']}", ("think", WRITTEN["gpt-oss"])),
+        ("gpt-oss", False, f"{THOUGHT}{BY_ROLE}", ("think", f"<|start|>assistant{BY_ROLE}")),
+        ("gpt-oss", False, f"{THOUGHT}<|channel|>final <|constrain|>json<|message|>{{}}", ("think", "{}")),
+        ("gpt-oss", False, f"{THOUGHT}<|channel|>final json<|message|>{{}}", ("think", "{}")),
+        ("gpt-oss", False, f"{THOUGHT}<|channel|>final <|constrain|>json", ("think", "")),  # cut in a header
+        ("gpt-oss", False, f"{THOUGHT}<|channel|>fin", ("think", "")),
+        ("gpt-oss", False, f"{THOUGHT}<|channel|>", ("think", "")),
+        ("gpt-oss", False, f"{THOUGHT} to=func", ("think", "")),
+        ("gpt-oss", False, THOUGHT, ("think", "")),
+        ("gpt-oss", False, "<|channel|>", (None, "")),
+        (
+            "gpt-oss",
+            False,
+            f"{THOUGHT}<|channel|>analysis<|message|>I write to=functions.f<|end|><|channel|>final<|message|>hi",
+            ("think\n\nI write to=functions.f", "hi"),
+        ),
     ],
 )
 def test_reasoning_is_split(family: str, opened: bool, text: str, expected: tuple[str | None, str]) -> None:
@@ -203,6 +219,25 @@ def test_reasoning_is_split(family: str, opened: bool, text: str, expected: tupl
         whole += letter
         assert expected[1].startswith(reasoning.certain(whole))
     assert reasoning.certain(f"{text}.") == f"{expected[1]}." or not expected[1]
+
+
+@pytest.mark.parametrize("text", [BY_ROLE, BY_ROLE.lstrip(), f"{THOUGHT}{BY_ROLE}", f"{THOUGHT}{WRITTEN['gpt-oss']}"])
+def test_calls_of_gpt_oss_are_read_behind_reasoning(text: str) -> None:
+    """Before, a call whose function stands behind the role was reasoning."""
+    made = form("gpt-oss")
+    assert made.reasoning is not None
+    reasoning, answer = Reasoning(made.reasoning, False).split(text)
+    assert reasoning == ("think" if "think" in text else None)
+    assert made.read_calls(answer, TOOLS) == ("", (CALL,))
+
+
+def test_stop_strings_count_in_the_content_of_a_message() -> None:
+    made = form("gpt-oss").reasoning
+    assert made is not None
+    for header in ("<|channel|>final<|message|>", "<|channel|>final <|constrain|>json<|message|>"):
+        written = f"{THOUGHT}{header}".encode()
+        assert Reasoning(made, False).stops_at(written[:-1]) is None
+        assert Reasoning(made, False).stops_at(written + b" \nhi") == len(written) + 2
 
 
 @pytest.mark.parametrize(("prefix", "left"), [("", "same"), (" \n", "same"), ("a", "open"), ("a</think>b", None)])

@@ -250,7 +250,7 @@ def form_ending(codec: HFCodec, think_end_token: str | int | None) -> AnswerForm
     if isinstance(end, int):
         end = str(codec.tokenizer.decode([end], skip_special_tokens=False))
     marks = codec.form.reasoning
-    if marks is not None and end in marks.ends:
+    if marks is not None and end.removesuffix(marks.message) in marks.ends:
         return codec.form
     ids = {token.content: index for index, token in codec.added_tokens.items()}
     return AnswerForm(ReasoningMarks("", (end,)), tokens={end: ids[end]} if end in ids else {})

@@ -157,7 +157,9 @@ class StopTable:
         if ends.strings:
             goto, complete = _automaton([stop.encode() for stop in ends.strings])
             if ends.reasoning is not None:
-                goto, complete = wait(goto, complete, _automaton(ends.reasoning.marks.closing), ends.reasoning)
+                marks = ends.reasoning.marks
+                leading = [marks.closing, (marks.message.encode(),)] if marks.message else [marks.closing]
+                goto, complete = wait(goto, complete, [_automaton(texts) for texts in leading], ends.reasoning)
             block = _fold(goto, complete, self._special_bytes if ends.special else self._bytes)
         else:
             block = np.zeros((1, self._vocab_size), dtype=np.int32)

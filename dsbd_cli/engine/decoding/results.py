@@ -218,7 +218,7 @@ def text_of(
     token_bytes = bytes_of(codec, sampling)
     pieces = [token_bytes[token] if token < len(token_bytes) else b"" for token in ids]
     joined = b"".join(pieces)
-    begin = 0 if reasoning is None else reasoning.answer_at(joined)
+    begin = 0 if reasoning is None else reasoning.stops_at(joined)
     if begin is None or (found := find_stop(joined[begin:], sampling.stop)) is None:
         return text
     cut = begin + (found[1] if sampling.include_stop_str_in_output else found[0])

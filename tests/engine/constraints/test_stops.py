@@ -101,19 +101,23 @@ def test_text_is_cut_before_the_stop_that_completes_first() -> None:
 MARKED = [b"a", b"b", b"<t>", b"</t>", b"<", b"t>", b"</", b"/t>a", b" ", b"\n", b"<t>a", b"b</t>"]
 
 
-def begins_to_count(written: bytes, opened: bool) -> int | None:
+def begins_to_count(written: bytes, opened: bool, message: bytes) -> int | None:
     """Oracle: the byte from which on stop strings count; None where that is not decided, or the text is reasoning."""
     lead = len(written) - len(written.lstrip())
     if not opened and not written[lead:].startswith(b"<t>"):
         return None if b"<t>".startswith(written[lead:]) else 0
-    end = written.find(b"</t>", lead)
-    return None if end < 0 else end + len(b"</t>")
+    _, mark, behind = written[lead:].partition(b"</t>")
+    if message and mark:
+        _, mark, behind = behind.partition(message)
+    return len(written) - len(behind.lstrip()) if mark else None
 
 
+@pytest.mark.parametrize("message", ["", "b", "<t"])
 @pytest.mark.parametrize("opened", [False, True])
-def test_stop_strings_wait_for_the_end_of_the_reasoning(opened: bool) -> None:
+def test_stop_strings_wait_for_the_end_of_the_reasoning(opened: bool, message: str) -> None:
+    """message: what the answer stands behind once the reasoning has ended."""
     draw, found = random.Random(1), dict.fromkeys(("never", "at once", "behind the reasoning", "late"), 0)
-    reasoning = Reasoning(ReasoningMarks("<t>", ("</t>",)), opened)
+    reasoning = Reasoning(ReasoningMarks("<t>", ("</t>",), message=message), opened)
     for _ in range(500):
         stops = tuple({"".join(draw.choice("ab<t>/ \n") for _ in range(draw.randint(1, 3))) for _ in range(2)})
         table = StopTable(MARKED, len(MARKED), torch.device("cpu"))
@@ -126,7 +130,8 @@ def test_stop_strings_wait_for_the_end_of_the_reasoning(opened: bool) -> None:
             complete = False
             for byte in MARKED[token]:
                 written += bytes([byte])
-                at = begins_to_count(written, opened)
+                at = begins_to_count(written, opened, message.encode())
+                assert at is None or reasoning.stops_at(written) == at
                 complete |= at is not None and any(stop.encode() in written[at:] for stop in stops)
             assert (int(state) == 0) is complete, (written, stops)
             if complete:
@@ -139,10 +144,38 @@ def test_stop_strings_wait_for_the_end_of_the_reasoning(opened: bool) -> None:
     assert min(found.values()) > 15, found
 
 
+def test_what_was_written_before_counts_for_the_reasoning() -> None:
+    """A text in two parts ends where the whole does, wherever it is parted: inside of a mark, behind it, in whitespace.
+    The first part, as a prefix or in the prompt, ends nothing by itself."""
+    draw, found = random.Random(2), dict.fromkeys(("inside", "behind"), 0)
+    for _ in range(600):
+        marks = ReasoningMarks("<t>", ("</t>",), message=draw.choice(("", "<b>")))
+        whole = b"<t>" + b"".join(draw.choice((b"a", b"</t>", b"</t><b>", b" ", b"<", b"b")) for _ in range(6))
+        part = draw.randrange(3, len(whole) + 1)
+        reasoning, stop = Reasoning(marks, False), draw.choice(("a", "b", " ", "<", "ab"))
+        rest = reasoning.after(whole[:part])
+        if rest is None:
+            continue
+        at = reasoning.stops_at(whole)
+        place = -1 if at is None else whole.find(stop.encode(), at)
+        expected = None if place < 0 else place + len(stop) - 1 - part
+        table = StopTable([bytes([code]) for code in range(128)], 128, torch.device("cpu"))
+        state, ended = torch.tensor([[table.start(StopSet((stop,), reasoning=rest))]]), None
+        for number, byte in enumerate(whole[part:]):
+            state = table.step(state, torch.tensor([[byte]]))
+            if int(state) == 0:
+                ended = number
+                break
+        assert ended == expected, (whole, part, stop)
+        assert rest.stops_at(whole[part:]) == (None if at is None else at - part)
+        found["behind" if rest.before.startswith(b"</t>") else "inside"] += ended is not None and bool(rest.before)
+    assert min(found.values()) > 5, found
+
+
 def test_sets_with_reasoning_lie_beside_others() -> None:
     """Guards rows of the table: a set that waits, the same that has opened, and one that does not wait."""
     table = StopTable(MARKED, len(MARKED), torch.device("cpu"))
-    marks = ReasoningMarks("<t>", ("</t>", "<b>"), call="b")
+    marks = ReasoningMarks("<t>", ("</t>", "<b>"), calls=("b",))
     waiting = [StopSet(("a",), reasoning=Reasoning(marks, opened)) for opened in (False, True)]
     sets = [StopSet(("a",)), *waiting]
     state = torch.tensor([[table.start(one)] for one in sets])

@@ -109,6 +109,7 @@ def plain_stop(written: str, opens: bool, stop: str) -> str | None:
         place = written.find(stop)
         return None if place < 0 else written[:place]
     _, mark, answer = written.partition("</think>")
+    answer = answer.lstrip()
     place = answer.find(stop) if mark else -1
     return None if place < 0 else written[: len(written) - len(answer) + place]
 
@@ -117,7 +118,7 @@ def plain_stop(written: str, opens: bool, stop: str) -> str | None:
 def test_a_stop_string_ends_the_answer_alone(method: dict[str, Any]) -> None:
     """Every text ends at the first token that completes the stop string in its answer, and there alone."""
     engine, codec, ended = make(**method), ThinkingCodec(VOCABULARY, (EOS,)), defaultdict[bool, int](int)
-    for stop in ("a", "c", "bc", ">", "\n", "ink", "<th", "k>a", "b\n"):
+    for stop in ("a", "c", "bc", ">", "\n", "ink", "<th", "k>a", "b\n", " ", "\n\n", "\nb"):
         for result in engine.run(rows(60, stop=stop)):
             opens = opened(result)
             for beam in result.hypotheses:
@@ -182,6 +183,36 @@ def test_parts(tokens: list[int], prompt: tuple[int, ...], expected: tuple[str |
     best = result.hypotheses[0]
     assert list(best.token_ids) == [*tokens, EOS]
     assert (best.reasoning, best.text, best.reasoning_tokens) == expected
+
+
+@pytest.mark.parametrize(
+    ("prefix", "tokens", "stop", "expected"),
+    [
+        (None, [3, 0, 4, 6, 1, 7], "\n", ("a", "bc")),  # an answer was empty: whitespace behind the mark ended it
+        (None, [3, 0, 4, 6, 1, 6, 7], "\n", ("a", "b")),
+        (None, [3, 0, 4, 6, 1, 7], "\nb", ("a", "bc")),
+        (None, [3, 0, 8, 9, 5, 6, 1, 7], " ", ("a", "bc")),
+        (None, [3, 0, 4, 6, 5, 6], "\n", ("a", "")),
+        (None, [6, 1, 7], "\n", (None, "")),  # without reasoning, whitespace at the beginning counts
+        (None, [5, 1, 6, 7], "\n", (None, " b")),
+        ("<think>b</think>", [6, 0, 6, 7], "\n", ("b", "a")),  # the mark is in the prefix
+        ("<think>b</think>\n", [6, 0, 6, 7], "\n", ("b", "a")),
+        ("<think>b</th", [9, 6, 0, 6, 7], "\n", ("b", "a")),  # the prefix ends inside of it
+    ],
+)
+def test_whitespace_before_the_answer_is_no_stop_string(
+    prefix: str | None, tokens: list[int], stop: str, expected: tuple[str | None, str]
+) -> None:
+    codec = ThinkingCodec(VOCABULARY, (EOS,))
+    prompt = (0, 5, *codec.encode(prefix or ""))
+    settings = SamplingConfig(temperature=0.0, stop=(stop,), prefix=prefix)
+    request = Request(prompt_ids=(0, 5), sampling=settings)
+    engine = forced(tokens, prompt)
+    best = engine.generate(request).hypotheses[0]
+    assert list(best.token_ids) == [*tokens, EOS][: len(best.token_ids)]
+    assert (best.reasoning, best.text) == expected
+    [*pieces] = engine.stream([request])
+    assert "".join(piece.text for piece in pieces) == best.text
 
 
 def test_a_target_without_marks_refuses_what_would_do_nothing() -> None:
