@@ -156,12 +156,15 @@ def _prepared_schema(schema: Schema, text: str, *, strict: bool) -> _Prepared:
     out, unless `strict`, and checked of whole texts."""
     cheap = _is_cheap_schema(text, schema)
     tried: list[tuple[Schema, str]] = []
-    for step in (lambda one: one, rewritten, lambda one: relaxed(one, _is_enforced)):
-        if tried and (isinstance(schema, bool) or (strict and len(tried) == 2)):
+    for is_rewritten, is_checked in ((False, False), (True, False), (True, True)):
+        if (is_rewritten and isinstance(schema, bool)) or (is_checked and strict):
             break
-        schema = schema if isinstance(schema, bool) else step(dict(schema))
-        is_checked = len(tried) == 2
-        closed = schema if isinstance(schema, bool) else close_objects(schema)
+        closed = schema
+        if isinstance(schema, Mapping):
+            schema = rewritten(dict(schema)) if is_rewritten else schema
+            closed = close_objects(schema)
+            if is_checked:
+                schema, closed = relaxed(dict(schema), _is_enforced), relaxed(closed, _is_enforced)
         source = _schema_source(closed, coerce_one_of=is_checked)
         fault = _tried_fault(source, cheap=cheap)
         if fault is None:

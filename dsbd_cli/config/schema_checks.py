@@ -17,7 +17,11 @@ Schema = dict[str, object]
 
 CHECKED = frozenset(
     "contains dependencies dependentRequired dependentSchemas else if maxContains minContains not propertyNames then "
-    "unevaluatedItems uniqueItems".split()
+    "unevaluatedItems unevaluatedProperties uniqueItems".split()
+)
+# Keywords whose properties count as evaluated
+EVALUATING = frozenset(
+    "$dynamicRef $recursiveRef $ref allOf anyOf dependencies dependentSchemas else if oneOf then".split()
 )
 # Keywords that may have a value tried in several ways. In a schema that refers to itself the ways multiply.
 BRANCHING = frozenset("allOf anyOf dependencies dependentSchemas else if not oneOf then".split())
@@ -25,14 +29,15 @@ MOST_NODES = 5_000  # of a schema that this process checks by
 
 
 def rewritten(schema: Schema) -> Schema:
-    """Return the same schema without `propertyNames` that list names, `unevaluatedProperties` and a false
-    `uniqueItems`, which other keywords can say."""
+    """Return the same schema without a false `uniqueItems`, `propertyNames` that list names and
+    `unevaluatedProperties`, where other keywords can say the same."""
     return _mapped(schema, lambda node: _node_rewritten(node, schema))
 
 
 def relaxed(schema: Schema, knows: Callable[[str, str], bool]) -> Schema:
     """Return a schema that holds for whatever this one holds for, without the keywords that a grammar cannot enforce.
-    knows: whether a `pattern` or a `format`, by keyword and value, can be enforced."""
+    Its objects are closed before, as what is left out may name properties. knows: whether a `pattern` or a `format`, by
+    keyword and value, can be enforced."""
     return _mapped(schema, lambda node: _node_relaxed(node, knows))
 
 
@@ -55,11 +60,10 @@ def _node_rewritten(node: Schema, root: Schema) -> Schema:
     found = dict(node)
     if found.get("uniqueItems") is False:
         del found["uniqueItems"]
-    if "unevaluatedProperties" in found:
+    if "unevaluatedProperties" in found and not found.keys() & EVALUATING:
         others = found.pop("unevaluatedProperties")
-        if others is not False:  # an object is closed without it
-            found.setdefault("additionalProperties", others)
-    names = _listed_names(found.get("propertyNames"), root)
+        found.setdefault("additionalProperties", others)
+    names = None if "patternProperties" in found else _listed_names(found.get("propertyNames"), root)
     if names is not None:
         del found["propertyNames"]
         named, others = found.get("properties", {}), found.get("additionalProperties", True)

@@ -6,7 +6,7 @@ Nothing here recurses along references, so that no schema can exhaust the stack.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import unquote
 
@@ -117,7 +117,9 @@ ONE_SUBSCHEMA = frozenset("additionalProperties items".split())
 SUBSCHEMA_LISTS = frozenset("allOf anyOf oneOf prefixItems items".split())
 SUBSCHEMAS_BY_NAME = frozenset("$defs definitions properties patternProperties".split())
 BRANCHES = ("anyOf", "oneOf")
-EXPLICIT = ("additionalProperties", "unevaluatedProperties")
+# Keywords that apply subschemas to the same value only sometimes
+CONDITIONS = ("if", "then", "else")
+CONDITIONS_BY_NAME = ("dependentSchemas", "dependencies")
 MOST_ADDED = 200_000  # names of properties, counted in each object and each part that is merged with it
 OPEN = "dsbd-open-"  # begins the name of a definition's open variant
 # Keywords beside a reference that do not restrict a value
@@ -129,8 +131,9 @@ def close_objects(schema: Mapping[str, object]) -> dict[str, object]:
     `additionalProperties`.
 
     What is merged is closed as a whole: with `allOf`, and with keywords beside `$ref` or `anyOf`, the properties of
-    every part are allowed. A required property that is nowhere described is allowed too. Raises UsageError where the
-    parts have too many properties to be told to each other.
+    every part are allowed, and those of subschemas that apply only sometimes, as `then` does. A required property that
+    is nowhere described is allowed too. Raises UsageError where the parts have too many properties to be told to each
+    other.
     """
     return _Closing(dict(schema)).result()
 
@@ -160,62 +163,70 @@ class _Closing:
             closed["$defs"] = {**(given if isinstance(given, dict) else {}), **variants}
         return closed
 
-    def _closed(self, node: dict[str, object], outer: Mapping[str, None]) -> dict[str, object]:
+    def _closed(
+        self, node: dict[str, object], outer: Mapping[str, None], conditional: Sequence[object] = ()
+    ) -> dict[str, object]:
         """Return a subschema that allows its own properties and those of `outer`, which come from the parts that it is
-        merged with."""
+        merged with. conditional: subschemas further out that sometimes apply to the same value."""
+        own, sometimes = self._parts(node), self._conditional(node, conditional)
         if not _may_be_object(node):
-            return self._inner(node)
-        parts = self._parts(node)
-        if any(name in part for part in parts for name in EXPLICIT):
-            return self._open(node)
+            return self._inner(node, sometimes)
+        if any(_says_what_else(part) for part in own) or any(_allows_else(part) for part in sometimes):
+            return self._open(node, sometimes)
+        outer = {**outer, **_names(sometimes)}
         if "$ref" in node and not outer and node.keys() <= NOT_RESTRICTING:
             return self._inner(node)  # the definition that it refers to is closed
-        names = {**outer, **self._names(node)}
+        names = {**outer, **_names(own)}
         self._added += len(names)
         if self._added > MOST_ADDED:
             raise UsageError(
                 f"its objects, and the parts that they are merged with, name more than {MOST_ADDED:,} properties"
             )
-        patterns = [name for part in parts for name in _dict(part.get("patternProperties"))]
+        patterns = [name for part in (*own, *sometimes) for name in _dict(part.get("patternProperties"))]
         branches = [name for name in BRANCHES if isinstance(node.get(name), list)]
         if len(branches) == 1 and not patterns:
             of = _list(node[branches[0]])
-            of = [self._closed(one, names) if isinstance(one, dict) else one for one in of]
-            return {**self._open({**node, branches[0]: None}), branches[0]: of}
+            of = [self._closed(one, names, sometimes) if isinstance(one, dict) else one for one in of]
+            return {**self._open({**node, branches[0]: None}, sometimes), branches[0]: of}
         for one in (one for name in branches for one in _list(node[name]) if isinstance(one, dict)):
-            names |= self._names(one)
-        found = self._open(node)
+            names |= _names([*self._parts(one), *self._conditional(one)])
+        found = self._open(node, sometimes)
         if names or patterns:
             for keyword, all_of in (("properties", names), ("patternProperties", patterns)):
-                own = _dict(found.get(keyword))
-                if every := {**own, **{name: True for name in all_of if name not in own}}:
+                described = _dict(found.get(keyword))
+                if every := {**described, **{name: True for name in all_of if name not in described}}:
                     found[keyword] = every
             found["additionalProperties"] = False
         return found
 
-    def _open(self, node: dict[str, object]) -> dict[str, object]:
+    def _open(self, node: dict[str, object], conditional: Sequence[dict[str, object]] = ()) -> dict[str, object]:
         """Return a subschema that is merged with others: open itself, closed further in."""
         merged = [name for name in ("allOf", *BRANCHES) if isinstance(node.get(name), list)]
-        found = self._inner({**node, **dict.fromkeys(merged)})  # each part is read once, below
+        found = self._inner({**node, **dict.fromkeys(merged)}, conditional)  # each part is read once, below
         reference = node.get("$ref")
         if isinstance(reference, str) and isinstance(resolve(self._root, reference), dict):
             found["$ref"] = f"#/$defs/{self._variant(reference)}"
         for name in merged:
-            found[name] = [self._open(one) if isinstance(one, dict) else one for one in _list(node[name])]
+            found[name] = [self._open(one, conditional) if isinstance(one, dict) else one for one in _list(node[name])]
         return found
 
-    def _inner(self, node: dict[str, object]) -> dict[str, object]:
+    def _inner(self, node: dict[str, object], conditional: Sequence[dict[str, object]] = ()) -> dict[str, object]:
         """Return a subschema with its properties and parts closed, each for itself."""
         found: dict[str, object] = {}
         for name, value in node.items():
             if name in SUBSCHEMAS_BY_NAME and isinstance(value, dict):
                 found[name] = {
-                    key: self._closed(one, {}) if isinstance(one, dict) else one for key, one in value.items()
+                    key: self._closed(one, {}, _below_conditions(conditional, name, key))
+                    if isinstance(one, dict)
+                    else one
+                    for key, one in value.items()
                 }
             elif name in SUBSCHEMA_LISTS and isinstance(value, list):
-                found[name] = [self._closed(one, {}) if isinstance(one, dict) else one for one in value]
+                beside = conditional if name in ("allOf", *BRANCHES) else _below_conditions([node, *conditional], name)
+                found[name] = [self._closed(one, {}, beside) if isinstance(one, dict) else one for one in value]
             elif name in ONE_SUBSCHEMA and isinstance(value, dict):
-                found[name] = self._closed(value, {})
+                parts = [node, *conditional] if name == "items" else conditional
+                found[name] = self._closed(value, {}, _below_conditions(parts, name))
             else:
                 found[name] = value
         return found
@@ -240,14 +251,69 @@ class _Closing:
             waiting += [part for part in (target, *_list(one.get("allOf"))) if isinstance(part, dict)]
         return found
 
-    def _names(self, node: dict[str, object]) -> dict[str, None]:
-        """Return the properties that a subschema describes or requires, in their order."""
-        found: dict[str, None] = {}
-        for part in self._parts(node):
-            properties = part.get("properties")
-            found |= dict.fromkeys(_dict(properties))
-            found |= dict.fromkeys(name for name in _list(part.get("required")) if isinstance(name, str))
+    def _conditional(self, node: dict[str, object], further: Sequence[object] = ()) -> list[dict[str, object]]:
+        """Return the subschemas that sometimes apply to the value of this one, with all that these apply."""
+        waiting = [one for part in self._parts(node) for one in _conditions(part)]
+        found, waiting, seen = list[dict[str, object]](), [*waiting, *further], set[int]()
+        while waiting:
+            one = waiting.pop(0)
+            if not isinstance(one, dict) or id(one) in seen:
+                continue
+            seen.add(id(one))
+            found.append(one)
+            if isinstance(reference := one.get("$ref"), str):
+                waiting.append(resolve(self._root, reference))
+            waiting += [part for name in ("allOf", *BRANCHES) for part in _list(one.get(name))]
+            waiting += _conditions(one)
         return found
+
+
+def _conditions(node: dict[str, object]) -> list[object]:
+    """Return the subschemas that a subschema itself applies sometimes to the same value. Names of properties that are
+    required sometimes count as one."""
+    found = [node[name] for name in CONDITIONS if name in node]
+    found += [one for name in CONDITIONS_BY_NAME for one in _dict(node.get(name)).values()]
+    required = [*found, *_dict(node.get("dependentRequired")).values()]
+    names = [name for one in required for name in _list(one)]
+    return [*found, {"required": names}] if names else found
+
+
+def _below_conditions(parts: Sequence[dict[str, object]], keyword: str, key: str | None = None) -> list[object]:
+    """Return what subschemas say of the values below a keyword: of the properties (of one, by its name), or of the
+    items. Those that always apply say it by `contains` alone."""
+    found: list[object] = []
+    if keyword in ("properties", "patternProperties", "additionalProperties"):
+        for part in parts:
+            named = _dict(part.get("properties"))
+            found += [named[key]] if keyword == "properties" and key in named else []
+            found += [] if keyword == "properties" else named.values()
+            found += _dict(part.get("patternProperties")).values()
+            found.append(part.get("additionalProperties"))
+    elif keyword in ("items", "prefixItems"):
+        found = [part.get("contains") for part in parts]
+        for part in parts[1:]:
+            items = part.get("items")
+            found += [*_list(part.get("prefixItems")), *(_list(items) or [items])]
+    return found
+
+
+def _says_what_else(node: dict[str, object]) -> bool:
+    """Return whether a subschema says which other properties an object may have. That it has no unevaluated ones is
+    what closing says."""
+    return "additionalProperties" in node or node.get("unevaluatedProperties", False) is not False
+
+
+def _allows_else(node: dict[str, object]) -> bool:
+    return any(node.get(name, False) is not False for name in ("additionalProperties", "unevaluatedProperties"))
+
+
+def _names(parts: Sequence[dict[str, object]]) -> dict[str, None]:
+    """Return the properties that subschemas describe or require, in their order."""
+    found: dict[str, None] = {}
+    for part in parts:
+        found |= dict.fromkeys(_dict(part.get("properties")))
+        found |= dict.fromkeys(name for name in _list(part.get("required")) if isinstance(name, str))
+    return found
 
 
 def _list(value: object) -> list[object]:
