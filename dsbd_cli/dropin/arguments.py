@@ -172,8 +172,8 @@ def rules_of(processors: Any, ids: Tensor, mask: Tensor | None, config: Any, end
                 raise UsageError("sequence_bias has a sequence of several tokens, which is not supported: drop it")
             if strong := [bias for bias in one.sequence_bias.values() if not -MOST_BIAS <= bias <= MOST_BIAS]:
                 raise UsageError(
-                    f"sequence_bias has {strong[0]}, but must be from {-MOST_BIAS:g} to {MOST_BIAS:g}: give tokens that "
-                    "never come as suppress_tokens"
+                    f"sequence_bias has {strong[0]}, but must be from {-MOST_BIAS:g} to {MOST_BIAS:g}: give tokens "
+                    "that never come as suppress_tokens"
                 )
             rules["logit_bias"] = {word[0]: bias for word, bias in one.sequence_bias.items()}
         elif name == "SuppressTokensLogitsProcessor":

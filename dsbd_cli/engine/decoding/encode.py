@@ -148,8 +148,8 @@ class Encoder:
         bound = _binding(job)
         if bound is not None and request.sampling.prefix is not None:
             raise InvalidRowError(
-                f"prefix is {shorten(request.sampling.prefix)}, but {bound} says how the whole answer reads: drop one of "
-                "them"
+                f"prefix is {shorten(request.sampling.prefix)}, but {bound} says how the whole answer reads: drop one "
+                "of them"
             )
         if bound is not None and job.rules.renormalize_logits:
             raise InvalidRowError(

@@ -209,28 +209,49 @@ def text_of(
         shown, whole = decode([*prefix]), decode([*prefix, *ids])
         if not whole.startswith(shown):  # some tokenizers decode a run of byte tokens as a whole: this one is no text
             return begun + text
-        whole = whole[: len(whole) - len(decode(ids)) + len(text)]
+        stopped = _stopped(ids, sampling, codec, rest)
+        if stopped is not None and whole.endswith(stopped.behind):
+            whole = whole.removesuffix(stopped.behind)
+        else:
+            whole = whole[: len(whole) - len(decode(ids)) + len(text)]
         at = shown.rfind(begun)  # -1 where the decoder changes the prefix
         return whole[at:] if at >= 0 else begun + whole[len(shown) :]
-    text = decode(ids)
-    if not sampling.stop:
+    text, stopped = decode(ids), _stopped(ids, sampling, codec, reasoning)
+    if stopped is None:
         return text
+    if text.endswith(stopped.behind):
+        return text.removesuffix(stopped.behind)
+    if stopped.behind.endswith(text):
+        return ""
+    # the decoder changes the end, too: decode the tokens before the one in which the cut is, add the rest
+    ends = list(accumulate(map(len, stopped.pieces)))
+    count = bisect_right(ends, stopped.cut)
+    begin = ends[count - 1] if count else 0
+    return decode(ids[:count]) + b"".join(stopped.pieces)[begin : stopped.cut].decode(errors="replace")
+
+
+class _Stopped(NamedTuple):
+    """A text that a stop string ends: the bytes of its tokens, the byte that it is cut at, and the text behind it."""
+
+    pieces: list[bytes]
+    cut: int
+    behind: str
+
+
+def _stopped(
+    ids: list[int], sampling: SamplingConfig, codec: TextCodec, reasoning: Reasoning | None
+) -> _Stopped | None:
+    """Return where a stop string ends the text of these tokens; None where none does."""
+    if not sampling.stop:
+        return None
     token_bytes = bytes_of(codec, sampling)
     pieces = [token_bytes[token] if token < len(token_bytes) else b"" for token in ids]
     joined = b"".join(pieces)
     begin = 0 if reasoning is None else reasoning.stops_at(joined)
-    if begin is None or (found := find_stop(joined[begin:], sampling.stop)) is None:
-        return text
-    cut = begin + (found[1] if sampling.include_stop_str_in_output else found[0])
-    behind = joined[cut:].decode(errors="replace")
-    if text.endswith(behind):
-        return text.removesuffix(behind)
-    if behind.endswith(text):
-        return ""
-    # the decoder changes the end, too: decode the tokens before the one in which the cut is, add the rest
-    ends = list(accumulate(map(len, pieces)))
-    count = bisect_right(ends, cut)
-    return decode(ids[:count]) + joined[ends[count - 1] if count else 0 : cut].decode(errors="replace")
+    if begin is None or (place := find_stop(joined[begin:], sampling.stop)) is None:
+        return None
+    cut = begin + place[1 if sampling.include_stop_str_in_output else 0]
+    return _Stopped(pieces, cut, joined[cut:].decode(errors="replace"))
 
 
 def common_tokens(state: BatchState, row: int) -> list[int]:

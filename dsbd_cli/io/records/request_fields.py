@@ -244,8 +244,8 @@ HONOURED: dict[str, tuple[RequestField, ...]] = {
         RequestField("allowed_token_ids", "the only tokens that may be generated", SOME_IDS),
         RequestField(
             "bad_words",
-            "texts that do not occur in the answer, with and without a blank before them; the prompt counts as text before "
-            "it",
+            "texts that do not occur in the answer, with and without a blank before them; the prompt counts as text "
+            "before it",
             _list(TEXT),
             neutral=([],),
         ),

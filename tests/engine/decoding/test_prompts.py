@@ -17,6 +17,7 @@ from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.engine.constraints.answers import MOST_LETTERS
 from dsbd_cli.engine.decoding.encode import COUNTED, Encoder
 from dsbd_cli.engine.decoding.engine import Engine
+from dsbd_cli.engine.decoding.results import text_of
 from dsbd_cli.errors import InvalidRowError, PromptTooLongError
 from dsbd_cli.models.adapted.causal import CausalForestModel
 from dsbd_cli.models.adapted.encoder_inputs import Seq2SeqCodec
@@ -143,6 +144,18 @@ def test_rows_that_cannot_be_answered_say_why(settings: dict[str, Any], said: st
 
 
 # Special tokens and truncation
+
+
+def test_a_stop_string_may_begin_with_a_blank_that_a_decoder_drops() -> None:
+    """Guards a blank of the stop string that stays behind the prefix, as with decoders of sentencepiece."""
+    words = ["a", " ", "c"]
+    codec: Any = SimpleNamespace(
+        decode=lambda ids: "".join(words[token] for token in ids).removeprefix(" "),
+        token_bytes=lambda: [word.encode() for word in words],
+    )
+    assert text_of([1, 2], SamplingConfig(prefix="a", stop=" c"), codec, [0]) == "a"
+    assert text_of([1, 2], SamplingConfig(prefix="a", stop="c"), codec, [0]) == "a "
+    assert text_of([2, 1, 2], SamplingConfig(prefix="a", stop=" c"), codec, [0]) == "ac"
 
 
 @pytest.mark.parametrize("bound", [{"grammar": Grammar.regex("fox b+")}, {"allow": ("ab",)}], ids=["grammar", "allow"])
