@@ -67,8 +67,7 @@ class Cluster:
     def start(self, cpus: int) -> list[dict[str, float]]:
         """Connect to Ray or start it, and return the resources of each of its nodes. May be called again after `stop`.
 
-        cpus: of a Ray that is started. Raises DsbdError where Ray cannot be started or reached; `death` tells whether
-        one of its processes has died meanwhile.
+        cpus: of a Ray that is started. Raises DsbdError where Ray cannot be started or reached.
         """
         import ray
 

@@ -122,17 +122,17 @@ class RayEngine:
         """Start Ray and the workers, and wait until enough of them have loaded.
 
         Raises UsageError where the machine has too little for them, or the workers differ; the error of a worker that
-        cannot load; DsbdError where Ray cannot be started or reached; NoWorkersError where all is lost.
+        cannot load; DsbdError where Ray cannot be reached; NoWorkersError where it cannot be started, or all is lost.
         """
         if self._config.address is None:  # with a Ray of other machines, this one may be without the models
             for model in self._setup.models:
                 locate(model)
         try:
             nodes = self._cluster.start(self._cpus_of_ray)
-        except DsbdError:
-            if self._cluster.death is None:
+        except DsbdError as error:
+            if self._config.address is not None:
                 raise
-            nodes = self._restart_ray(self._cluster.death)
+            nodes = self._restart_ray(self._cluster.death or str(error))
         self._share_out(nodes)
         self._wait_for_workers()
 
@@ -405,8 +405,11 @@ class RayEngine:
         return max(processors(), (self._config.most or 1) * self._config.processes)
 
     def _restart_ray(self, death: str) -> list[dict[str, float]]:
-        """Start Ray and all workers again, and send their rows again. It is not the workers' fault. Return the
-        resources of each node. Raises NoWorkersError the second time, or if Ray is that of others or cannot be started.
+        """Start Ray and all workers again, and send their rows again, which are not to blame. Return the resources of
+        each node.
+
+        death: of one of Ray's processes, or why Ray did not start. Raises NoWorkersError the second time, or if Ray is
+        that of others or cannot be started.
         """
         if self._config.address is not None:
             raise NoWorkersError(f"--workers: {death}")

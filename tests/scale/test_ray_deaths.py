@@ -72,6 +72,16 @@ class OwnRay(Job):
         self.wait_for(process, rows)
         kill(self.find(process, name))
 
+    def wait_for_restart(self, process: subprocess.Popen[str]) -> str:
+        """Until Ray is started again; returns what has been said up to there."""
+        assert process.stderr is not None
+        said = ""
+        while "Ray is started again" not in said:
+            line = process.stderr.readline()
+            assert line, said
+            said += line
+        return said
+
     def check_nothing_left(self) -> None:
         for process in self.seen:
             wait_until_ended(process.pid)
@@ -87,13 +97,14 @@ def own(tmp_path: Path) -> OwnRay:
 def test_a_death_after_which_ray_is_started_again(name: str, own: OwnRay, undisturbed: Undisturbed) -> None:
     process = own.begin()
     own.kill_at(process, 20, name)
+    said = own.wait_for_restart(process)
     own.gate.release()
     code, out, err = own.end(process)
     assert (code, out) == (3, ""), err
     assert own.records() == undisturbed(ROWS)
-    assert f"dsbd: warning: Ray's {VITAL[name]} has died; Ray is started again, and " in err
-    assert err.count("is started again") == 1
-    assert all(line.startswith("dsbd: ") for line in err.splitlines()), err
+    assert f"dsbd: warning: Ray's {VITAL[name]} has died; Ray is started again, and " in said
+    assert "is started again" not in err
+    assert all(line.startswith("dsbd: ") for line in (said + err).splitlines()), said + err
     own.check_nothing_left()
 
 
@@ -133,7 +144,7 @@ def test_a_death_while_ray_starts(own: OwnRay, undisturbed: Undisturbed) -> None
     process = own.begin()
     kill(own.find(process, "gcs_server"))
     code, _, err = own.end(process)
-    assert "Ray's GCS server has died" in err
+    assert "Ray's GCS server has died" in err or "Ray cannot be started" in err
     own.check_nothing_left()
     if code == 1:
         assert "go on with: dsbd generate" in err
@@ -145,9 +156,7 @@ def test_a_death_while_ray_starts(own: OwnRay, undisturbed: Undisturbed) -> None
 def test_an_interrupt_while_ray_is_started_again(own: OwnRay) -> None:
     process = own.begin()
     own.kill_at(process, 20, "raylet")
-    assert process.stderr is not None
-    while "Ray is started again" not in (line := process.stderr.readline()):
-        assert line, "it ended without a word"
+    own.wait_for_restart(process)
     os.killpg(process.pid, signal.SIGINT)
     own.gate.release()
     code, _, err = own.end(process)
