@@ -14,7 +14,6 @@ from functools import lru_cache
 
 from dsbd_cli.config.chat import ChatConfig
 from dsbd_cli.config.grammars import LAYOUT, Grammar
-from dsbd_cli.config.schemas import close_objects
 from dsbd_cli.errors import UsageError, shorten
 from dsbd_cli.requests import ToolCall
 
@@ -440,15 +439,17 @@ def _call_grammar(form: CallForm, tools: str, choice: str, tokens: tuple[tuple[s
 
 
 def _schema(parameters: object, name: str) -> dict[str, object]:
-    """Return the closed schema of a function's arguments. Raises UsageError where it cannot be followed."""
+    """Return the schema of a function's arguments as a grammar enforces it. Raises UsageError where it cannot enforce
+    all of it."""
     if parameters is not None and not isinstance(parameters, Mapping):
         raise UsageError(f"parameters of the tool {shorten(name)} are {shorten(parameters)}, but must be a JSON schema")
     schema = {"type": "object", **(parameters or NO_PARAMETERS)}
     try:
-        Grammar.json_schema(schema).source()
+        enforced = Grammar.json_schema(schema, strict=True).enforced
     except UsageError as error:
         raise UsageError(f"parameters of the tool {shorten(name)} cannot be used: {error}") from None
-    return dict(close_objects(schema))
+    assert isinstance(enforced, Mapping), "it has a type"
+    return dict(enforced)
 
 
 def _lark(text: str, tokens: tuple[tuple[str, int], ...]) -> str:

@@ -157,12 +157,26 @@ def test_added_tokens_stand_by_their_ids() -> None:
             {"properties": {"a": {"type": "wrong"}}},
             "parameters of the tool 'f' cannot be used: .* \\(at /properties/a\\)",
         ),
+        (
+            {"properties": {"a": {"type": "array", "uniqueItems": True}}},
+            "parameters of the tool 'f' cannot be used: .*uniqueItems.* \\(at /properties/a\\)",
+        ),
     ],
 )
 def test_a_schema_that_cannot_be_followed_is_told(parameters: object, message: str) -> None:
     tools = ({"function": {"name": "f", "parameters": parameters}},)
     with pytest.raises(UsageError, match=message):
         form("qwen").grammar(ChatConfig(tools=tools, tool_choice="required"))
+
+
+def test_a_keyword_that_another_can_say_is_enforced() -> None:
+    """Guards names of properties that only the check of whole texts would know."""
+    labels = {"type": "object", "propertyNames": {"enum": ["x", "y"]}, "additionalProperties": {"type": "integer"}}
+    tools = ({"function": {"name": "f", "parameters": {"properties": {"a": labels}, "required": ["a"]}}},)
+    grammar = form("qwen").grammar(ChatConfig(tools=tools, tool_choice="f"))
+    assert grammar is not None
+    assert '"propertyNames"' not in grammar.text
+    grammar.source()
 
 
 # Reasoning

@@ -90,6 +90,11 @@ class Grammar:
         unsupported. For a schema the message names the place, as a JSON pointer."""
         return _prepared(self).source
 
+    @property
+    def enforced(self) -> Schema:
+        """Schema that the grammar enforces, with its objects closed. Raises UsageError as `source` does."""
+        return _prepared(self).schema
+
     def hold(self, texts: Sequence[bytes]) -> list[bool]:
         """Return for each whole text whether it is valid under what of a schema the grammar does not enforce."""
         is_checked = self.kind == "json_schema" and _prepared(self).is_checked
@@ -98,7 +103,7 @@ class Grammar:
     def schema_ends(self, scalar: Callable[[dict[str, object]], str | None]) -> SchemaEnds:
         """Return what is known of the ends of texts under this schema. scalar: finds the shortest text of a schema of
         one scalar type."""
-        schema = _prepared(self).schema
+        schema = self.enforced
         guidance = schema.get("x-guidance") if isinstance(schema, Mapping) else None
         layout = {**LAYOUT, **(guidance if isinstance(guidance, Mapping) else {})}
         separators = (str(layout["item_separator"]), str(layout["key_separator"]))
