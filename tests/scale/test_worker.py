@@ -181,6 +181,14 @@ def lines_of(made: Worker) -> list[str]:
     return [*lines, *exchange.lines]
 
 
+@pytest.fixture
+def library_log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """What the process logs, though a command of another test may have set how it is printed."""
+    monkeypatch.setattr(logging.getLogger("dsbd_cli"), "propagate", True)
+    caplog.set_level(logging.WARNING, "dsbd_cli")
+    return caplog
+
+
 def logs(prompt: str) -> None:
     logging.getLogger("dsbd_cli.models.tokenizer").warning("a line about %s", prompt)
     logging.getLogger("dsbd_cli.models.tokenizer").info("not this one")
@@ -200,22 +208,22 @@ def test_what_the_library_warns_of_goes_to_the_driver_once(monkeypatch: pytest.M
     assert logging.getLogger("dsbd_cli").handlers == before
 
 
-def test_the_log_of_a_process_with_several_workers_is_left_to_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_of_a_process_with_several_workers_is_left_to_it(library_log: pytest.LogCaptureFixture) -> None:
     """Guards lines that each of two Answers in one process reports, whichever engine they are of."""
     first, second = worker(lambda: fake(logs)), worker()
     first.put([row(0, "x")])
     assert lines_of(first) == []
     second.put([row(0, "y")])
     assert lines_of(second) == []
-    assert caplog.messages == ["a line about x"]
+    assert library_log.messages == ["a line about x"]
 
 
 def test_what_an_engine_tells_of_its_rows_goes_to_the_driver() -> None:
     """Guards lines that go to the warnings of a worker's process, which nobody reads."""
 
     def load() -> FakeEngine:
-        made = fake(lambda prompt: made.tell(f"a line about {prompt}"))
-        return made
+        engine = fake(lambda prompt: engine.tell(f"a line about {prompt}"))
+        return engine
 
     first, second = worker(load), worker(load)
     for made, prompt in ((first, "x"), (second, "y")):
@@ -319,20 +327,20 @@ def test_a_row_per_row_with_an_error_column(answer: Answer) -> None:
 
 
 def test_what_the_engine_of_an_answer_tells_goes_to_the_log(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, library_log: pytest.LogCaptureFixture
 ) -> None:
     """Once, beside another Answer of the process, and where Python's warnings are errors: such an error ended the
     thread that collects answers, and the batch waited for ever."""
 
     def load(*_: object, **__: object) -> FakeEngine:
-        made = fake(lambda prompt: made.tell(f"a line about {prompt}"))
-        return made
+        engine = fake(lambda prompt: engine.tell(f"a line about {prompt}"))
+        return engine
 
     monkeypatch.setattr(loading, "load", load)
     answers = [Answer(), Answer()]
     for each, prompt in zip(answers, ("x", "y"), strict=True):
         assert each.answer({"prompt": [prompt]})["error"] == [None]
-    assert caplog.messages == ["a line about x", "a line about y"]
+    assert library_log.messages == ["a line about x", "a line about y"]
 
 
 def test_the_draft_is_that_of_load(monkeypatch: pytest.MonkeyPatch) -> None:
