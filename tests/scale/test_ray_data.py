@@ -8,7 +8,7 @@ import pytest
 
 from dsbd_cli import MethodConfig, SamplingConfig
 from dsbd_cli.scale import Answer
-from dsbd_cli.scale.workers import _handlers_kept
+from dsbd_cli.scale.cluster import _handlers_kept
 
 ray = pytest.importorskip("ray")
 pytest.importorskip("pyarrow", reason="needs ray[data]")
