@@ -115,7 +115,7 @@ class Request:
             raise UsageError(
                 f"a request has {found}, but must have exactly one of prompt, messages, prompt_ids, audio and image"
             )
-        if self.messages is None and self.chat != NO_CHAT:
+        if self.messages is None and self.chat is not NO_CHAT and self.chat != NO_CHAT:
             raise UsageError("chat is given, but it is about messages, and there are none: drop it")
         check_ends(self.sampling, self.grammar)
         if self.allow is not None and self.grammar is not None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from dsbd_cli.errors import MAX_SHOWN, InvalidRowError, shorten
@@ -54,13 +54,18 @@ _HOLDERS = frozenset(CONTAINERS)
 RENAMED = _HOLDERS | ALIASES.keys()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ParsedRow:
-    """A normalised row. `fields` holds no null; `unused` holds the unknown fields with their values."""
+    """A normalised row, which is filled field by field.
+
+    Attributes:
+        fields: what it asks for under our own names, without nulls.
+        unused: names of unknown fields with their values.
+    """
 
     form: Form
-    fields: Fields
-    unused: list[tuple[str, object]]
+    fields: Fields = field(default_factory=dict)
+    unused: list[tuple[str, object]] = field(default_factory=list)
 
     def explain(self, name: str, value: object) -> str:
         """Return the message about an unused field. This is slow, and a line may have a million of them."""
@@ -71,14 +76,55 @@ class ParsedRow:
             return f"{message}: did you mean {near[0]}?"
         return f"{message}: the fields are {', '.join(ENVELOPE)}" if outside else message
 
+    def take(self, raw: Fields, prefix: str) -> None:
+        """Take the fields of a row, of a body or of an object in one, but those that are null, that have no effect or
+        whose value changes nothing.
+
+        prefix: what their names begin with in messages. Raises InvalidRowError for one that cannot be honoured.
+        """
+        ways = _WAYS_IN_RESPONSES if self.form == "openai-responses" else _WAYS
+        fields = self.fields
+        for name, value in raw.items():
+            if value is None:
+                continue
+            way = ways.get(name)
+            if type(way) is str:  # most fields
+                if way in fields:
+                    self.put(way, name, value, prefix)
+                fields[way] = value
+            elif way is None:
+                self.unused.append((prefix + name, value))
+            else:
+                way(self, name, value, prefix)  # type: ignore[operator] # mypy does not narrow by `type(..) is str`
+
+    def put(self, own: str, name: str, value: object, prefix: str) -> None:
+        """Store a field under our own name. Raises InvalidRowError for one that is there already."""
+        if own in self.fields:
+            raise InvalidRowError(
+                f"{prefix}{name} is {shorten(value)}, but {own} is given under another name too: drop one"
+            )
+        if value is not None:
+            self.fields[own] = value
+
+    def finish(self) -> ParsedRow:
+        """Return the row, once all of it is taken."""
+        fields = self.fields
+        if self.form == "openai-responses":
+            fields["messages"] = responses_messages(fields.pop("input", None), fields.pop("instructions", None))
+        if "top_k" in fields and fields["top_k"] == -1:
+            fields["top_k"] = 0
+        if "tool_choice" in fields and fields["tool_choice"] in (("auto",) if "tools" in fields else ("auto", "none")):
+            del fields["tool_choice"]
+        return self
+
 
 def parsed_row(raw: Fields) -> ParsedRow:
     """Return a row's form and its fields under our own names. Raises InvalidRowError."""
     if ("body" in raw or "url" in raw) and raw.keys().isdisjoint(SOURCES):
         return _envelope(raw)
-    reading = _Reading("flat")
-    reading.take(raw, "")
-    return reading.row()
+    row = ParsedRow("flat")
+    row.take(raw, "")
+    return row.finish()
 
 
 def as_written(message: str, raw: Fields) -> str:
@@ -134,14 +180,14 @@ def _envelope(raw: Fields) -> ParsedRow:
     if not isinstance(body, dict):
         raise InvalidRowError(f"body is {shorten(body)}, but must be an object")
     form = URLS[url]
-    reading = _Reading(form)
+    row = ParsedRow(form)
     for name, value in raw.items():
         if name in ("id", "custom_id"):
-            reading.put("id", name, value, "")
+            row.put("id", name, value, "")
         elif name == "metadata":
-            reading.put(name, name, value, "")
+            row.put(name, name, value, "")
         elif name not in ENVELOPE and value is not None:
-            reading.unused.append((name, value))
+            row.unused.append((name, value))
     if body.get("id") is not None or body.get("custom_id") is not None:
         raise InvalidRowError("body has an id of its own: give custom_id beside body, not inside")
     if body.get("metadata") is not None and raw.get("metadata") is not None:
@@ -150,145 +196,93 @@ def _envelope(raw: Fields) -> ParsedRow:
         raise InvalidRowError(f"body.audio is {shorten(body['audio'])}, but spoken answers are not supported: drop it")
     if body.get("image") is not None:
         raise InvalidRowError(f"body.image is {shorten(body['image'])}, but pictures stand in flat rows: drop it")
-    reading.take(body, "body.")
+    row.take(body, "body.")
     wanted = SOURCE_OF[form]
     for other in ("prompt", "messages"):
-        if other != wanted and other in reading.fields:
+        if other != wanted and other in row.fields:
             raise InvalidRowError(f"body.{other} is given, but url is {url}, which takes {wanted}")
-    return reading.row()
+    return row.finish()
 
 
-class _Reading:
-    """The reading of one row: its fields under our own names, and the unknown ones."""
-
-    __slots__ = ("fields", "form", "unused")
-
-    def __init__(self, form: Form) -> None:
-        self.form = form
-        self.fields: Fields = {}
-        self.unused: list[tuple[str, object]] = []
-
-    def take(self, raw: Fields, prefix: str) -> None:
-        """Take the fields of a row, of a body or of an object in one, but those that are null, that have no effect or
-        whose value changes nothing.
-
-        prefix: what their names begin with in messages. Raises InvalidRowError for one that cannot be honoured.
-        """
-        ways = _WAYS_IN_RESPONSES if self.form == "openai-responses" else _WAYS
-        fields = self.fields
-        for name, value in raw.items():
-            if value is None:
-                continue
-            way = ways.get(name)
-            if type(way) is str:  # most fields
-                if way in fields:
-                    self.put(way, name, value, prefix)
-                fields[way] = value
-            elif way is None:
-                self.unused.append((prefix + name, value))
-            else:
-                way(self, name, value, prefix)  # type: ignore[operator] # mypy does not narrow by `type(..) is str`
-
-    def put(self, own: str, name: str, value: object, prefix: str) -> None:
-        """Store a field under our own name. Raises InvalidRowError for one that is there already."""
-        if own in self.fields:
-            raise InvalidRowError(
-                f"{prefix}{name} is {shorten(value)}, but {own} is given under another name too: drop one"
-            )
-        if value is not None:
-            self.fields[own] = value
-
-    def row(self) -> ParsedRow:
-        """Return the row, once all of it is taken."""
-        fields = self.fields
-        if self.form == "openai-responses":
-            fields["messages"] = responses_messages(fields.pop("input", None), fields.pop("instructions", None))
-        if "top_k" in fields and fields["top_k"] == -1:
-            fields["top_k"] = 0
-        if "tool_choice" in fields and fields["tool_choice"] in (("auto",) if "tools" in fields else ("auto", "none")):
-            del fields["tool_choice"]
-        return ParsedRow(self.form, fields, self.unused)
-
-
-# How a field is taken: under this name of our own, or by this function of the reading, the field's name and value, and
+# How a field is taken: under this name of our own, or by this function of the row, the field's name and value, and
 # the prefix of its name in messages.
-_Way = str | Callable[[_Reading, str, object, str], None]
+_Way = str | Callable[[ParsedRow, str, object, str], None]
 
 
-def _pass_over(reading: _Reading, name: str, value: object, prefix: str) -> None:
+def _pass_over(row: ParsedRow, name: str, value: object, prefix: str) -> None:
     """Take a field that has no effect."""
 
 
-def _take_container(reading: _Reading, name: str, value: object, prefix: str) -> None:
+def _take_container(row: ParsedRow, name: str, value: object, prefix: str) -> None:
     if not isinstance(value, dict):
         raise InvalidRowError(f"{prefix}{name} is {shorten(value)}, but must be an object")
     if value.get("id") is not None or value.get("custom_id") is not None:
         raise InvalidRowError(f"{prefix}{name} has an id of its own: give the row's beside it")
-    reading.take(value, f"{prefix}{name}.")
+    row.take(value, f"{prefix}{name}.")
 
 
-def _take_logprobs(reading: _Reading, name: str, value: object, prefix: str) -> None:
+def _take_logprobs(row: ParsedRow, name: str, value: object, prefix: str) -> None:
     """Take `logprobs`, a switch in chats and a number of likeliest tokens in completions. A flat row may have
     either."""
-    form = reading.form
+    form = row.form
     if form != "openai-completions" and isinstance(value, bool):
-        reading.put("token_logprobs", name, value, prefix)
+        row.put("token_logprobs", name, value, prefix)
     elif form not in ("openai-chat", "openai-responses") and isinstance(value, int) and not isinstance(value, bool):
-        _take_top_logprobs(reading, name, value, prefix)
+        _take_top_logprobs(row, name, value, prefix)
     elif value is not False:
         expected = {"flat": "true, false or an integer", "openai-completions": "an integer"}
         raise InvalidRowError(f"{prefix}{name} is {shorten(value)}, but must be {expected.get(form, 'true or false')}")
 
 
-def _take_top_logprobs(reading: _Reading, name: str, value: object, prefix: str) -> None:
-    reading.put("token_logprobs", name, True, prefix)
-    reading.put("top_logprobs", name, value, prefix)
+def _take_top_logprobs(row: ParsedRow, name: str, value: object, prefix: str) -> None:
+    row.put("token_logprobs", name, True, prefix)
+    row.put("top_logprobs", name, value, prefix)
 
 
-def _take_structured(reading: _Reading, name: str, value: object, prefix: str) -> None:
+def _take_structured(row: ParsedRow, name: str, value: object, prefix: str) -> None:
     own, converted = structured_format(f"{prefix}{name}", value)
-    reading.put(own, name, converted, prefix)
+    row.put(own, name, converted, prefix)
 
 
-def _take_include(reading: _Reading, name: str, value: object, prefix: str) -> None:
+def _take_include(row: ParsedRow, name: str, value: object, prefix: str) -> None:
     if value != ["message.output_text.logprobs"]:
         raise InvalidRowError(f"{prefix}{name} is {shorten(value)}, but only message.output_text.logprobs is included")
-    reading.put("token_logprobs", name, True, prefix)
+    row.put("token_logprobs", name, True, prefix)
 
 
-def _take_truncation(reading: _Reading, name: str, value: object, prefix: str) -> None:
+def _take_truncation(row: ParsedRow, name: str, value: object, prefix: str) -> None:
     if value != "auto":
         raise InvalidRowError(f"{prefix}{name} is {shorten(value)}, but must be auto or disabled")
-    reading.put("truncate_prompt_tokens", name, -1, prefix)
+    row.put("truncate_prompt_tokens", name, -1, prefix)
 
 
-def _take_reasoning(reading: _Reading, name: str, value: object, prefix: str) -> None:
+def _take_reasoning(row: ParsedRow, name: str, value: object, prefix: str) -> None:
     """Take `reasoning`, which says what becomes of it, or is an object; in /v1/responses it is an object."""
     if not isinstance(value, dict):
-        if reading.form == "openai-responses":
+        if row.form == "openai-responses":
             raise InvalidRowError(f"{prefix}{name} is {shorten(value)}, but must be an object with effort")
-        reading.put("reasoning", name, value, prefix)
+        row.put("reasoning", name, value, prefix)
         return
     for inner, item in value.items():
         if inner == "effort":
-            reading.put("reasoning_effort", f"{name}.{inner}", item, prefix)
+            row.put("reasoning_effort", f"{name}.{inner}", item, prefix)
         elif inner not in ("summary", "generate_summary") and item is not None:  # these two are about what is shown
             raise InvalidRowError(f"{prefix}{name}.{shorten(inner)} is {shorten(item)}, but only effort is used")
 
 
-def _take_text(reading: _Reading, name: str, value: object, prefix: str) -> None:
+def _take_text(row: ParsedRow, name: str, value: object, prefix: str) -> None:
     for inner, item in text_format(f"{prefix}{name}", value).items():
         if inner == "verbosity":
             _refuse(f"{prefix}{name}.{inner}", item, REFUSED[inner])
         else:
-            reading.put("response_format", name, item, prefix)
+            row.put("response_format", name, item, prefix)
 
 
 def _converted(own: str, convert: Callable[[str, object], object]) -> _Way:
     """Return the way of a field whose value is converted. convert: takes the name for messages and the value."""
 
-    def take(reading: _Reading, name: str, value: object, prefix: str) -> None:
-        reading.put(own, name, convert(f"{prefix}{name}", value), prefix)
+    def take(row: ParsedRow, name: str, value: object, prefix: str) -> None:
+        row.put(own, name, convert(f"{prefix}{name}", value), prefix)
 
     return take
 
@@ -305,19 +299,19 @@ def _unless_neutral(way: _Way, neutral: tuple[object, ...]) -> _Way:
     if not neutral:
         return way
 
-    def take(reading: _Reading, name: str, value: object, prefix: str) -> None:
+    def take(row: ParsedRow, name: str, value: object, prefix: str) -> None:
         if is_neutral(value, neutral):
             return
         if isinstance(way, str):
-            reading.put(way, name, value, prefix)
+            row.put(way, name, value, prefix)
         else:
-            way(reading, name, value, prefix)
+            way(row, name, value, prefix)
 
     return take
 
 
 def _refusal(refused: RefusedField) -> _Way:
-    return lambda reading, name, value, prefix: _refuse(f"{prefix}{name}", value, refused)
+    return lambda row, name, value, prefix: _refuse(f"{prefix}{name}", value, refused)
 
 
 def _refuse(name: str, value: object, refused: RefusedField) -> None:
