@@ -142,3 +142,12 @@ def test_rows_in_a_wide_encoding_are_refused_and_nothing_is_changed(dsbd: Dsbd, 
         assert (outcome.code, outcome.loads, outcome.err.count("\n")) == (2, [], 1)
         assert message in outcome.err
         assert output.read_text() == "before"
+
+
+def test_a_search_tells_once_and_counts_the_rows_that_ask_for_sampling(dsbd: Dsbd) -> None:
+    rows = [{"prompt": "a", "temperature": 0.7}, {"prompt": "b", "top_p": 0.9}, {"prompt": "c", "temperature": 1}]
+    done = dsbd("generate", "--decode", "search", lines=rows)
+    assert done.code == 0, done.err
+    assert done.err.count("of rows are not used: this run searches") == 1
+    assert "2 asked for sampling (not used: --decode search)" in done.err
+    assert "asked for sampling" not in dsbd("generate", lines=rows).err

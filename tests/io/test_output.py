@@ -267,6 +267,18 @@ def test_a_fingerprint_tells_what_differs() -> None:
     assert fingerprint_difference({**old, "seed": True}, {**old, "seed": 1}) == "seed was true and is 1"
 
 
+def test_options_that_came_later_are_in_a_fingerprint_where_they_act() -> None:
+    """Guards runs of versions without them, which could not be resumed."""
+    method = MethodRecord(MethodConfig(), "t", "d")
+    plain = run_fingerprint(method, RowReader(SamplingConfig()))
+    assert not {"presence_penalty", "bad_words_ids", "reasoning", "eos_token_id"} & plain.keys()
+    asked = SamplingConfig(presence_penalty=0.5, bad_words_ids=[[1, 2]])
+    acting = run_fingerprint(method, RowReader(asked))
+    assert acting == {**plain, "presence_penalty": 0.5, "bad_words_ids": [[1, 2]]}
+    assert orjson.loads(orjson.dumps(acting)) == acting
+    assert "presence_penalty was not set and is 0.5" in str(fingerprint_difference(plain, acting))
+
+
 def test_what_does_not_act_does_not_count() -> None:
     method = MethodRecord(MethodConfig(rule="search"), "t", "d")
     first = run_fingerprint(method, RowReader(SamplingConfig(), 1, "search"))
