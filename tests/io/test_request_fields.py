@@ -787,3 +787,11 @@ def test_the_sample_of_other_tools_is_read() -> None:
     assert failed == refused
     assert {row.form for row in rows} == {"flat", "openai-completions", "openai-chat", "openai-responses"}
     assert not any(row.warnings for row in rows if row.error is None)
+
+
+def test_the_reasoning_of_a_data_set_costs_no_row() -> None:
+    """Guards files of answers that have a text under the name of our own field."""
+    got = read({"prompt": "p", "reasoning": "First I count."}, RUN)
+    assert got.request is not None
+    assert got.warnings == ("line 1: unknown field 'reasoning' (value 'First I count.'); not used",)
+    assert "unknown field" in str(read({"prompt": "p", "reasoning": "First I count."}, STRICT).error)

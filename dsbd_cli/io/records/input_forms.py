@@ -13,7 +13,9 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import get_args
 
+from dsbd_cli.config.sampling import ReasoningMode
 from dsbd_cli.errors import MAX_SHOWN, InvalidRowError, shorten
 from dsbd_cli.io.records.fields import (
     grammar_format,
@@ -70,9 +72,10 @@ class ParsedRow:
     def explain(self, name: str, value: object) -> str:
         """Return the message about an unused field. This is slow, and a line may have a million of them."""
         outside = self.form != "flat" and not name.startswith("body.")
-        near = difflib.get_close_matches(name.rpartition(".")[2][:MAX_SHOWN], ENVELOPE if outside else KNOWN, n=1)
+        last = name.rpartition(".")[2][:MAX_SHOWN]
+        near = difflib.get_close_matches(last, ENVELOPE if outside else KNOWN, n=1)
         message = f"unknown field {shorten(name)} (value {shorten(value)})"
-        if near:
+        if near and near[0] != last:
             return f"{message}: did you mean {near[0]}?"
         return f"{message}: the fields are {', '.join(ENVELOPE)}" if outside else message
 
@@ -257,11 +260,15 @@ def _take_truncation(row: ParsedRow, name: str, value: object, prefix: str) -> N
 
 
 def _take_reasoning(row: ParsedRow, name: str, value: object, prefix: str) -> None:
-    """Take `reasoning`, which says what becomes of it, or is an object; in /v1/responses it is an object."""
+    """Take `reasoning`, which says what becomes of it, or is an object; in /v1/responses it is an object. Another text
+    is data of somebody else, as a file of answers has it."""
     if not isinstance(value, dict):
         if row.form == "openai-responses":
             raise InvalidRowError(f"{prefix}{name} is {shorten(value)}, but must be an object with effort")
-        row.put("reasoning", name, value, prefix)
+        if isinstance(value, str) and value not in get_args(ReasoningMode):
+            row.unused.append((prefix + name, value))
+        else:
+            row.put("reasoning", name, value, prefix)
         return
     for inner, item in value.items():
         if inner == "effort":
