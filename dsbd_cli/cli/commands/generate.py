@@ -230,7 +230,7 @@ class _GenerateRun:
             summary = stack.enter_context(Summary(self._files.summary, self.reporter.totals, settings))
             stack.callback(self.reporter.stop)
             reader = stack.enter_context(LineReader(stream, name, read=self._read_lines()))
-            flow = self._flow(reader, outputs.done, outputs.begin)
+            flow = self._flow(reader, outputs.done, outputs.begin, self._settings.max_errors)
             self._answer(flow, reader, outputs, summary)
             if self._shard is not None:
                 reader.check()
@@ -247,7 +247,7 @@ class _GenerateRun:
             done, totals.retried = read_earlier_run(self._files, self._fingerprint)
             reader = stack.enter_context(LineReader(stream, name, read=self._read_lines()))
             nowhere = stack.enter_context(LineWriter.create(Path(os.devnull), overwrite=True))
-            flow = self._flow(reader, done, lambda: (nowhere, None))
+            flow = self._flow(reader, done, lambda: (nowhere, None), None)
             self._signals.on_stop = lambda: None
             limit = None
             if flow.needs_engine(tally.record) and self._signals.number is None:
@@ -326,7 +326,11 @@ class _GenerateRun:
         return ()
 
     def _flow(
-        self, reader: LineReader, done: DoneRows, begin: Callable[[], tuple[LineWriter, LineWriter | None]]
+        self,
+        reader: LineReader,
+        done: DoneRows,
+        begin: Callable[[], tuple[LineWriter, LineWriter | None]],
+        max_errors: int | None,
     ) -> RowFlow:
         source = None if self._files.input == STANDARD else self._files.input
         rows = replace(self._settings.rows, files_root=files_root(self._files.files_under, source))
@@ -335,7 +339,7 @@ class _GenerateRun:
             self._noting(rows.read_text if self._files.input_format == "text" else rows.read),
             self.reporter,
             done=done,
-            max_errors=self._settings.max_errors,
+            max_errors=max_errors,
             stopping=lambda: self._signals.number is not None,
             begin=begin,
             ordered=self._ordered,

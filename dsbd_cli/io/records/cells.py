@@ -131,6 +131,8 @@ def _by_name(names: list[str], mapped: Mapping[str, str]) -> list[str]:
         found += [name for name in ("prompt",) if name in names]
     elif not sources:
         found += [name for name in SOURCES if name in names][:1]
+        if found[-1:] == ["prompt"] and "image" in names:  # a picture with the beginning of what is read from it
+            found.append("image")
     if not sources and not set(found) & set(SOURCES) and {"url", "body"} <= set(names):
         return [*found, *(name for name in (*ENVELOPE, "metadata") if name in names)]
     options = [name for name in FIELDS if ("_" in name or name in WORDS) and name not in mapped]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-import orjson
-
 from dsbd_cli.config.grammars import Grammar
 from dsbd_cli.errors import InvalidRowError, one_line, shorten
+from dsbd_cli.io.records.parse import parse_object
 from dsbd_cli.io.records.row import Fields
 
 Messages = tuple[Fields, ...]
 
+OF_JSON_SCHEMA = ("name", "description", "schema", "strict")
 FORMATS = ("text", "json_object", "json_schema", "json", "regex", "grammar")
 STRUCTURED = ("json", "regex", "choice", "grammar", "json_object")
 # of vLLM's structured_outputs: which library follows it, and what is so here
@@ -85,6 +85,8 @@ def _add_others(found: Fields, message: Fields, where: str) -> None:
             found[name] = _tool_calls(value, f"{where}.{name}")
         elif name == "tools":
             found[name] = tools(f"{where}.{name}", value)
+        elif name == "weight":  # of a file for training
+            continue
         elif name == "prefix":
             if not isinstance(value, bool):
                 raise InvalidRowError(f"{where}.prefix is {shorten(value)}, but must be true or false")
@@ -210,7 +212,7 @@ def _schema(value: Fields, kind: str) -> Fields:
         inner, where = value.get(holder), f"response_format.{holder}"  # type: ignore[assignment] # it is checked below
         if not isinstance(inner, dict):
             raise InvalidRowError(f"{where} is {shorten(inner)}, but must be an object with name and schema")
-        _refuse_unknown(inner, ("name", "description", "schema", "strict"), where)
+        _refuse_unknown(inner, OF_JSON_SCHEMA, where)
         if not isinstance(inner.get("strict"), bool | None):
             raise InvalidRowError(f"{where}.strict is {shorten(inner['strict'])}, but must be true or false")
     name = "value" if kind == "json" else "schema"
@@ -227,12 +229,21 @@ def json_format(name: str, value: object) -> Fields:
     schema = value
     if isinstance(value, str):
         try:
-            schema = orjson.loads(value)
-        except orjson.JSONDecodeError as error:
-            raise InvalidRowError(f"{name} is {shorten(value)}, but must be JSON: {error.msg}") from None
+            schema = parse_object(value.encode("utf-8", "surrogatepass"))
+        except InvalidRowError as error:
+            raise InvalidRowError(f"{name} is {shorten(value)}, but must be a JSON schema: {error}") from None
     if not isinstance(schema, dict):
         raise InvalidRowError(f"{name} is {shorten(value)}, but must be a JSON schema")
+    if isinstance(inner := schema.get("schema"), dict) and schema.keys() <= set(OF_JSON_SCHEMA):
+        schema = inner  # OpenAI's object around a schema, in which no keyword of a schema stands
     return {"type": "json_schema", "json_schema": {"schema": schema}}
+
+
+def object_format(name: str, value: object) -> Fields:
+    """Return the response_format of any JSON object. Raises InvalidRowError."""
+    if value is not True:
+        raise InvalidRowError(f"{name} is {shorten(value)}, but must be true or false")
+    return {"type": "json_object"}
 
 
 def regex_format(name: str, value: object) -> Fields:

@@ -20,6 +20,7 @@ from dsbd_cli.errors import MAX_SHOWN, InvalidRowError, shorten
 from dsbd_cli.io.records.fields import (
     grammar_format,
     json_format,
+    object_format,
     regex_format,
     structured_format,
     tool_choice,
@@ -28,6 +29,7 @@ from dsbd_cli.io.records.fields import (
 from dsbd_cli.io.records.request_fields import (
     ALIASES,
     CONTAINERS,
+    DATA,
     FIELDS,
     READ_AS,
     REFUSED,
@@ -123,7 +125,8 @@ class ParsedRow:
 
 def parsed_row(raw: Fields) -> ParsedRow:
     """Return a row's form and its fields under our own names. Raises InvalidRowError."""
-    if ("body" in raw or "url" in raw) and raw.keys().isdisjoint(SOURCES):
+    url = raw.get("url")
+    if ("body" in raw or (isinstance(url, str) and url in URLS)) and raw.keys().isdisjoint((*SOURCES, "inputs")):
         return _envelope(raw)
     row = ParsedRow("flat")
     row.take(raw, "")
@@ -190,6 +193,8 @@ def _envelope(raw: Fields) -> ParsedRow:
         elif name == "metadata":
             row.put(name, name, value, "")
         elif name not in ENVELOPE and value is not None:
+            if name in _WAYS and name not in WITHOUT_EFFECT:
+                raise InvalidRowError(f"{name} is {shorten(value)}, but stands beside body: put it inside")
             row.unused.append((name, value))
     if body.get("id") is not None or body.get("custom_id") is not None:
         raise InvalidRowError("body has an id of its own: give custom_id beside body, not inside")
@@ -321,6 +326,14 @@ def _refusal(refused: RefusedField) -> _Way:
     return lambda row, name, value, prefix: _refuse(f"{prefix}{name}", value, refused)
 
 
+def _refuse_in_bodies(row: ParsedRow, name: str, value: object, prefix: str) -> None:
+    """Refuse a name that stands for data in a flat row."""
+    if row.form == "flat" and not prefix:
+        row.unused.append((name, value))
+    else:
+        _refuse(f"{prefix}{name}", value, REFUSED[name])
+
+
 def _refuse(name: str, value: object, refused: RefusedField) -> None:
     """Raise InvalidRowError unless the value is null or changes nothing."""
     if value is not None and not is_neutral(value, refused.neutral):
@@ -332,7 +345,7 @@ _CONVERTED: dict[str, _Way] = {
     "tool_choice": _converted("tool_choice", tool_choice),
     "guided_choice": "allow",
     "guided_json": _converted("response_format", json_format),
-    "guided_json_object": _converted("response_format", lambda name, value: {"type": "json_object"}),
+    "guided_json_object": _converted("response_format", object_format),
     "guided_regex": _converted("response_format", regex_format),
     "guided_grammar": _converted("response_format", grammar_format),
     "grammar": _converted("response_format", grammar_format),
@@ -359,6 +372,7 @@ _WAYS: dict[str, _Way] = {
     **dict.fromkeys(WITHOUT_EFFECT, _pass_over),
     **dict.fromkeys(CONTAINERS, _take_container),
     **{name: _refusal(refused) for name, refused in REFUSED.items()},
+    **dict.fromkeys(DATA, _refuse_in_bodies),
     **{name: way for field in FIELDS.values() for name, way in _ways_of(field).items()},
 }
 _WAYS_IN_RESPONSES: dict[str, _Way] = {

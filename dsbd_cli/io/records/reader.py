@@ -271,6 +271,8 @@ class RowReader:
         given["token_rules"] = without_rules(self.sampling.token_rules, given)  # a row's own fields go before the run's
         if "token_rules" in row:
             given["token_rules"] = _rules(row["token_rules"])
+        if row.get("bad_words_ids") == []:  # switches off those of the checkpoint, too
+            given["token_rules"] = _joined(given["token_rules"], "bad_words_ids=none")
         if not RULE_FIELDS.keys().isdisjoint(row):
             given["token_rules"] = _with_rules(given["token_rules"], row)
         if "logit_bias" in row:
@@ -354,6 +356,8 @@ def _chat(row: Fields, chat: Messages | None, continued: bool) -> ChatConfig:
     if given.get("parallel_tool_calls", True) is not True and "tools" in given:
         reason = "whether a model calls one function or several is not decided here: drop it"
         raise InvalidRowError(f"parallel_tool_calls is {shorten(given['parallel_tool_calls'])}, but {reason}")
+    if continued and given.get("continue_final_message") is False:
+        raise InvalidRowError("continue_final_message is false, but the last message has prefix: drop one of them")
     continues = given.get("continue_final_message", continued)
     _check_turn(given, chat, continues)
     return ChatConfig(
@@ -414,7 +418,12 @@ def _with_rules(rules: object, row: Fields) -> str:
             raise InvalidRowError(f"{name} is {shorten(value)}, but must be {expected}")
         if "token_rules" in row and name in named_rules(text):
             raise InvalidRowError(f"{name} is {shorten(value)}, but token_rules has it too: drop one")
-    return SEPARATOR.join([text, written_rules(given)]) if text else written_rules(given)
+    return _joined(text, written_rules(given))
+
+
+def _joined(rules: object, more: str) -> str:
+    """Return token rules, which may be None, with others behind them."""
+    return SEPARATOR.join([str(rules), more]) if rules else more
 
 
 def _is_rule(value: object, expected: str) -> bool:

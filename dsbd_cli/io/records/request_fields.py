@@ -220,13 +220,11 @@ HONOURED: dict[str, tuple[RequestField, ...]] = {
             "presence_penalty",
             "subtracted from the logit of each token that the answer holds",
             _number(-MOST_SUBTRACTED, MOST_SUBTRACTED),
-            neutral=(0, 0.0),
         ),
         RequestField(
             "frequency_penalty",
             "the same, once for each time that the answer holds it",
             _number(-MOST_SUBTRACTED, MOST_SUBTRACTED),
-            neutral=(0, 0.0),
         ),
         RequestField(
             "no_repeat_ngram_size", "no n-gram of this size occurs twice; 0: any may", _integer(0, MOST_NGRAM)
@@ -239,7 +237,6 @@ HONOURED: dict[str, tuple[RequestField, ...]] = {
                 "propertyNames": {"pattern": "^(0|[1-9][0-9]*)$"},
                 "additionalProperties": _number(-MOST_BIAS, MOST_BIAS),
             },
-            neutral=({},),
         ),
         RequestField("allowed_token_ids", "the only tokens that may be generated", SOME_IDS),
         RequestField(
@@ -249,11 +246,9 @@ HONOURED: dict[str, tuple[RequestField, ...]] = {
             _list(TEXT),
             neutral=([],),
         ),
-        RequestField(
-            "bad_words_ids", "sequences of tokens that do not occur in the answer", _list(SOME_IDS), neutral=([],)
-        ),
-        RequestField("suppress_tokens", "tokens that are never generated", IDS, neutral=([],)),
-        RequestField("begin_suppress_tokens", "tokens that are never generated first", IDS, neutral=([],)),
+        RequestField("bad_words_ids", "sequences of tokens that do not occur in the answer", _list(SOME_IDS)),
+        RequestField("suppress_tokens", "tokens that are never generated", IDS),
+        RequestField("begin_suppress_tokens", "tokens that are never generated first", IDS),
         RequestField(
             "forced_bos_token_id", "the first generated token, where the decoder's prompt is one token", _integer(0)
         ),
@@ -352,7 +347,6 @@ HONOURED: dict[str, tuple[RequestField, ...]] = {
             "continue_final_message",
             "the answer continues the last message, which is the assistant's; the same as `prefix` in that message",
             BOOLEAN,
-            neutral=(False,),
         ),
         RequestField("add_generation_prompt", "false: only with `continue_final_message`", BOOLEAN, neutral=(True,)),
         RequestField("parallel_tool_calls", "false: only without tools", BOOLEAN, neutral=(True,)),
@@ -558,6 +552,10 @@ ALIASES = {alias: one.name for one in FIELDS.values() if not one.becomes for ali
 NAMED = {name: one for one in FIELDS.values() for name in (one.name, *one.aliases)}
 # Names of fields that are read as others -> our own.
 READ_AS = {name: one.becomes for name, one in NAMED.items() if one.becomes}
+
+
+# Of the refused names, those that stand for data in flat rows, where they are ignored with a warning.
+DATA = frozenset({"task"})
 
 
 def is_neutral(value: object, neutral: tuple[object, ...]) -> bool:

@@ -53,8 +53,12 @@ def responses_messages(given: object, instructions: object) -> list[Fields]:
             raise InvalidRowError(f"{where}.type is {shorten(kind)}, but must be {kinds}")
         if reasoning and message["role"] == "assistant":
             message["reasoning_content"] = reasoning
+        elif reasoning:
+            raise InvalidRowError(f"{where} follows reasoning, but must be the assistant's: drop the reasoning")
         reasoning = ""
         found.append(message)
+    if reasoning:
+        raise InvalidRowError("input ends with reasoning, which no answer follows: drop it")
     return found
 
 
