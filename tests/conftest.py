@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -51,6 +52,14 @@ def faults_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, folders)))
         patch.setenv(written_lines.FAULTS_FILE, str(file))
         yield file
+
+
+@pytest.fixture(autouse=True)
+def log_of_the_library() -> None:
+    """Begin each test with the library's log as it is at import: a command that ran in this process has taken it."""
+    logger = logging.getLogger("dsbd_cli")
+    logger.handlers, logger.propagate = [], True
+    logger.setLevel(logging.NOTSET)
 
 
 @pytest.fixture(autouse=True)
