@@ -125,7 +125,8 @@ def load(
             if (auto if spec.device == "auto" else spec.device) == "cpu":
                 iteration_ops(torch.device("cpu"), kernels)
         if spec.device == "cpu" or (spec.device == "auto" and not torch.cuda.is_available()):
-            compile_beside("iteration")  # while models are loaded
+            for module in ("iteration", "candidates"):
+                compile_beside(module)  # while models are loaded
         pair = load_pair(spec, draft_spec, bridged=draft_spec is not None and method.bridges)
     _use_template(pair.codec, spec.source, template, chat_template_kwargs)
     width, catalogue_notes = pair.target.vocab_size, list[str]()

@@ -14,7 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from dsbd_cli.ops import reference
-from dsbd_cli.ops.cpu import attention, int8, iteration, layer, linear, logsumexp, program, prompt_attention, scan
+from dsbd_cli.ops.cpu import (
+    attention,
+    candidates,
+    int8,
+    iteration,
+    layer,
+    linear,
+    logsumexp,
+    program,
+    prompt_attention,
+    scan,
+)
 from dsbd_cli.ops.cpu.runtime import FLOATS, unloadable
 from dsbd_cli.ops.interface import Linear, OpChoice, Ops, RowsLinear
 from dsbd_cli.ops.triton import available
@@ -88,7 +99,7 @@ def _log_total(values: Tensor, highest: Tensor) -> Tensor:
 def _load_candidates() -> object:
     """Load the kernel of `candidates`, and that of `log_total`, by which tensor code gives a row the same bits where it
     selects."""
-    return iteration.compiled(), logsumexp.compiled()
+    return candidates.compiled(), logsumexp.compiled()
 
 
 def _draft(rule: str | None = None, *sizes: int) -> ModuleType | None:
@@ -117,7 +128,7 @@ NUMBA = {
         prompt_attention.attend, prompt_attention.compiled, "torch computes attention to prompts"
     ),
     "log_total": _Numba(_log_total, logsumexp.compiled, "torch computes the sums over the vocabulary"),
-    "candidates": _Numba(iteration.candidates, _load_candidates, _TORCH_ITERATIONS),
+    "candidates": _Numba(candidates.candidates, _load_candidates, _TORCH_ITERATIONS),
     "draft": _Numba(_draft, iteration.compiled, _TORCH_ITERATIONS),
     "verify": _Numba(_verify, iteration.compiled, _TORCH_ITERATIONS),
     "commit": _Numba(_commit, iteration.compiled, _TORCH_ITERATIONS),

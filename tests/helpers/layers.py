@@ -11,10 +11,11 @@ from torch import Tensor
 from dsbd_cli.engine.core.candidates import Candidates, top_candidates
 from dsbd_cli.engine.core.distribution import PoolDistribution, Warp, pool_distribution
 from dsbd_cli.engine.core.nodes import DraftDistribution
-from dsbd_cli.engine.core.noise import DRAFT, seed_key, stream_key, stream_keys
+from dsbd_cli.engine.core.noise import seed_key, stream_key, stream_keys
 from dsbd_cli.engine.core.pool import DraftRequest
 from dsbd_cli.engine.drafting.base import record_distribution
 from dsbd_cli.engine.verify.base import DraftedLayer, LayerView, Rule
+from dsbd_cli.ops.layout import DRAFT
 from tests.oracles.rules import Pair
 
 WARPED = ((1.0, 0, 1.0, 0.0), (0.6, 4, 1.0, 0.0), (1.3, 0, 0.8, 0.0), (0.8, 6, 0.9, 0.05))

@@ -28,6 +28,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from dsbd_cli.ops.layout import BEGIN, COMMIT, EXTEND, SIZES, VERIFY, KernelTensors, Tensors
 from dsbd_cli.ops.triton import attention, candidates, commit, draft, layers, products, verify
 
 READER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -85,6 +86,7 @@ class _Recorded:
 
     def __init__(self, kernel: Any, launches: list[Launch]) -> None:
         self._kernel, self._launches = kernel, launches
+        self.arg_names = kernel.arg_names
 
     def __getitem__(self, grid: Any) -> Any:
         def launched(
@@ -172,55 +174,27 @@ def _call(shape: Shape, rows: int) -> None:
     def ints(*size: int) -> Tensor:
         return torch.empty(rows, *size, dtype=torch.int64)
 
-    def reals(*size: int) -> Tensor:
-        return torch.empty(rows, *size)
-
-    def bits(*size: int) -> Tensor:
-        return torch.empty(rows, *size, dtype=torch.bool)
-
     for dtype in candidates.ROUNDS:
         candidates.candidates._init_fn(torch.empty(rows, nodes, VOCABULARY, dtype=dtype), count)
-    buffer = [torch.empty(8, rows, nodes, dtype=torch.int64), torch.empty(3, rows, nodes, dtype=torch.bool)]
-    buffer += [reals(nodes), ints(nodes, depth), bits(nodes, window), bits(nodes, slots)]
-    table = [ints(), ints(), ints(slots), ints(slots)]
-    keys = ints(depth + 1, 8)
-    joined = [torch.empty(3, rows, draft_backlog + width, dtype=torch.int64), bits(draft_backlog + width, slots)]
-    own = [ints(width), ints(width), ints(width), bits(width), reals(width), bits(width, window), ints()]
-    draft.begin._init_fn(own, table, [ints(), ints()], buffer, keys, joined, slots - 1, 4095)
-    endings = [torch.empty(VOCABULARY, dtype=torch.bool), torch.empty(4, VOCABULARY, dtype=torch.int32)]
-    warp = [reals(), ints(), reals(), reals(), bits()]
-    distribution: list[Tensor] = []
-    if shape.rule == "rejection":
-        distribution = [
-            ints(nodes, count),
-            reals(nodes, count),
-            torch.empty(2, rows, depth, drafts, dtype=torch.float64),
-        ]
-    settings = (endings, warp, distribution)
-    tokens, logprobs = ints(drafts, count), reals(drafts, count)
-    place = [width, 1, drafts]
-    draft.extend._init_fn(
-        tokens, logprobs, buffer, table, ints(), keys, *settings, place, shape.rule, shape.flags, 4095
-    )
-    flat = [ints(nodes), ints(nodes), ints(nodes), ints(nodes), bits(nodes), ints(nodes), bits(nodes)]
-    finished = [reals(width), reals(width), ints(width), bits(width), ints(width), ints(width), ints(width)]
-    report = ints(verify.FIRST + depth * verify.COLUMNS)
-    out = [ints(width), ints(width), ints(width), bits(width), reals(width), reals(width)]
-    verify.verify._init_fn(
-        [ints(nodes, count), reals(nodes, count)],
-        *(flat, [bits(width), reals(width), reals(width), ints()], finished, endings, warp),
-        *([bits(), ints(), reals(), bits()], keys, distribution, [*out, ints(depth + 1, width), report]),
-        *(drafts, shape.rule, shape.flags),
-    )
-    held = [bits(width), ints(width), reals(width), reals(width), ints(width), ints(width)]
-    commit.commit._init_fn(
-        [ints(width), ints(width), bits(width), reals(width), reals(width)],
-        [ints(nodes), ints(nodes), ints(nodes), ints(nodes, depth), bits(nodes, window)],
-        *(endings[1], bits(), [ints(), ints(), ints(), ints(slots), ints(slots)]),
-        *([ints(width, history), ints(), ints(), ints()], [*finished[2:3], *finished[4:], ints(width, history)]),
-        *([*held, bits(width, window), ints(width, history)], [ints(window), ints(window)], report),
-        *(drafts, shape.flags[0]),
-    )
+    sizes = dict.fromkeys(SIZES.values(), 0) | {
+        "rows": rows, "roots": width, "beams": width, "drafts": drafts, "depth": depth, "layers": depth,
+        "nodes": nodes, "above": nodes, "candidates": count, "draft_candidates": count, "window": window,
+        "slots": slots, "table_slots": slots, "history": history, "backlog_nodes": draft_backlog + width,
+        "vocabulary": VOCABULARY, "stop_states": 4,
+    }  # fmt: skip
+
+    def tensors(kernel: KernelTensors, **changed: int) -> Tensors:
+        left_out = {"own"} if shape.rule == "rejection" else {"own", "draft"}
+        return {
+            one.name: torch.empty([dim.of(sizes | changed) for dim in one.shape], dtype=one.dtype)
+            for one in kernel.tensors
+            if one.owner not in left_out
+        }
+
+    draft.begin(tensors(BEGIN), slots - 1, 4095)
+    draft.extend(tensors(EXTEND, above=drafts), width, 1, drafts, 4095, shape.rule, shape.flags)
+    verify.verify(tensors(VERIFY), drafts, shape.rule, shape.flags)
+    commit.commit(tensors(COMMIT), width, shape.flags[0])
     commit.move._init_fn(torch.empty(4, rows, slots, 1024, dtype=torch.bfloat16), ints(window), ints(window))
 
 

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from dsbd_cli.engine.core.candidates import CandidateCount, Candidates
 from dsbd_cli.engine.core.topk import NEG_INF
+from dsbd_cli.ops.layout import NO_SHARE, SHARE_UNITS
 
-SHARE_UNITS = 2.0**36  # integer units of a probability of 1: sums over fewer than 2**27 pairs stay below 2**63
 LOG_UNITS = math.log(SHARE_UNITS)
-NO_SHARE = -26.0  # exp of anything below is rounded to 0 units
 TIES = 8  # candidates of a node beyond the row's top_k: up to this many pairs tied with the last one kept can stay
 
 

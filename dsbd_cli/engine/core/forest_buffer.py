@@ -6,6 +6,7 @@ the backlog.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from types import ModuleType
 
@@ -19,12 +20,7 @@ from dsbd_cli.engine.core.nodes import DraftDistribution, LayerNodes
 from dsbd_cli.engine.core.noise import stream_keys
 from dsbd_cli.engine.core.slots import Layout, SlotTable, backlog_slots
 from dsbd_cli.engine.protocols import ForestInput
-from dsbd_cli.ops.layout import FIELDS, FLAGS, STREAMS
-
-
-def warp_tensors(warp: Warp) -> list[Tensor]:
-    """Return the settings of each row, in the order in which kernels take them."""
-    return [warp.temperature, warp.top_k, warp.top_p, warp.min_p, warp.greedy]
+from dsbd_cli.ops.layout import BEGIN, EXTEND, FIELDS, FLAGS, empty
 
 
 def warp_flags(warp: Warp, *, stops: bool, warps: bool) -> list[bool]:
@@ -65,12 +61,13 @@ class ForestBuffer:
     Attributes:
         sizes: of the forest. table: slots of the rows. beams: the live ones.
         keys: [R, D + 1, STREAMS] int64, stream keys.
-        distribution: draft distributions that a kernel has recorded, where a rule compares with them.
+        distribution: draft distributions that a kernel has recorded, where a rule compares with them: the fields of
+            `draft` in ops/layout.py.
     """
 
     def __init__(self, sizes: ForestSizes, beams: Beams, table: SlotTable, keys: Tensor) -> None:
         self.sizes, self.beams, self.table, self.keys = sizes, beams, table, keys
-        self.distribution: list[Tensor] = []
+        self.distribution: dict[str, Tensor] = {}
 
     @property
     def nodes(self) -> LayerNodes:
@@ -206,10 +203,7 @@ class KernelBuffer(ForestBuffer):
 
     Attributes:
         rule: name of the verification rule. kernel: the module of ops that writes the forest.
-        tensors: its output, FIELDS [8, R, N] int64 and FLAGS [3, R, N] bool of ops/layout.py, weight [R, N], path
-            tokens [R, N, D], ancestors [R, N, T], mask [R, N, S].
-        backlog_input: input of the forward that runs tokens of the backlog before the roots, [3, R, L + W0] int64 and
-            mask [R, L + W0, S].
+        forest, backlog: its results, by the fields that ops/layout.py declares for these owners.
     """
 
     def __init__(
@@ -222,30 +216,17 @@ class KernelBuffer(ForestBuffer):
         kernel: ModuleType,
     ) -> None:
         """noise: row_key, iteration, [R] int64 each."""
-        rows, nodes, device = len(beams.token), sizes.nodes, beams.token.device
-
-        def new(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.empty(shape, dtype=dtype, device=device)
-
-        super().__init__(sizes, beams, table, new(rows, sizes.layers + 1, STREAMS))
+        rows, window, slots, device = len(beams.token), beams.ancestors.shape[2], sizes.slots, beams.token.device
+        shape = {"rows": rows, "depth": sizes.layers, "backlog_nodes": sizes.draft_backlog + sizes.roots}
+        super().__init__(sizes, beams, table, empty("noise", device, **shape)["keys"])
         self.rule, self.kernel = rule, kernel
-        self.tensors = [
-            new(len(FIELDS), rows, nodes),
-            new(len(FLAGS), rows, nodes, dtype=torch.bool),
-            new(rows, nodes, dtype=torch.float32),
-            new(rows, nodes, sizes.layers),
-            new(rows, nodes, beams.ancestors.shape[2], dtype=torch.bool),
-            new(rows, nodes, sizes.slots, dtype=torch.bool),
-        ]
-        wide = sizes.draft_backlog + sizes.roots
-        slots = sizes.slots if sizes.draft_backlog else 0
-        self.backlog_input = [new(3, rows, wide), new(rows, wide, slots, dtype=torch.bool)]
-        own = [beams.token, beams.path, beams.stop_state, beams.valid, beams.weight, beams.ancestors, beams.depth]
-        own = [value.contiguous() for value in own]  # a single root may be a slice of W beams
-        trash = table.positions.shape[1] - 1
-        kernel.begin(
-            *(own, self._table, list(noise), self.tensors, self.keys, self.backlog_input, trash, sizes.last_position)
+        self.forest = empty("forest", device, nodes=sizes.nodes, window=window, slots=slots, **shape)
+        self.backlog = empty("backlog", device, slots=slots if sizes.draft_backlog else 0, **shape)
+        state = dict(zip(("row_key", "iteration"), noise, strict=True))
+        tensors = BEGIN.gather(
+            beam=beams, table=table, state=state, forest=self.forest, noise={"keys": self.keys}, backlog=self.backlog
         )
+        kernel.begin(tensors, table.positions.shape[1] - 1, sizes.last_position)
         self._nodes: LayerNodes | None = None
 
     @property
@@ -259,56 +240,54 @@ class KernelBuffer(ForestBuffer):
 
     def input(self, number: int | None = None) -> ForestInput:
         first, count = self._range(number)
-        ints, mask = self.tensors[0].narrow(2, first, count), self.tensors[5].narrow(1, first, count)
-        return ForestInput(ints[0], ints[7], ints[6], mask, self._positions)
+        own, mask = self._numbers(first, count), self.forest["mask"].narrow(1, first, count)
+        return ForestInput(own["token"], own["position"], own["slot"], mask, self._positions)
 
     def backlog_and_roots(self) -> ForestInput:
-        (tokens, positions, slots), mask = self.backlog_input[0].unbind(0), self.backlog_input[1]
+        tokens, positions, slots = self.backlog["numbers"].unbind(0)
+        mask = self.backlog["mask"]
         return ForestInput(tokens, positions, slots, mask, self._positions, late=self.sizes.draft_backlog)
 
     def extend(
         self,
         layer: int,
         candidates: Candidates,
-        endings: list[Tensor],
-        warp: list[Tensor],
+        endings: Mapping[str, Tensor],
+        warp: Warp,
         flags: list[bool],
         distribution: bool,
     ) -> None:
-        """Draft layer + 1 below the nodes of `layer`, which have these candidates. endings: eos and the stop
-        automaton's table. warp, flags: of warp_tensors and warp_flags. distribution: record the distribution that the
+        """Draft layer + 1 below the nodes of `layer`, which have these candidates. endings: the end tokens `eos` and
+        the table `stops` of the stop automaton. flags: of warp_flags. distribution: record the distribution that the
         drafts are drawn from."""
-        tokens, logprobs, sizes = candidates.tokens.contiguous(), candidates.logprobs.contiguous(), self.sizes
-        rows, _, width = tokens.shape
+        sizes, (rows, _, count) = self.sizes, candidates.tokens.shape
         if distribution and not self.distribution:
-            size = (rows, sizes.nodes, width)
-            left = tokens.new_empty((2, rows, sizes.layers, sizes.drafts), dtype=torch.float64)
-            self.distribution = [tokens.new_empty(size), logprobs.new_empty(size), left]
-        shape, record = [sizes.offset(layer), layer, sizes.drafts], self.distribution if distribution else []
-        self.kernel.extend(
-            *(tokens, logprobs, self.tensors, self._table, self.beams.depth, self.keys, endings, warp, record, shape),
-            *(self.rule, flags, sizes.last_position),
-        )
+            shape = {"rows": rows, "nodes": sizes.nodes, "depth": sizes.layers, "drafts": sizes.drafts}
+            self.distribution = empty("draft", self.keys.device, draft_candidates=count, **shape)
+        tensors = EXTEND.gather(
+            beam=self.beams, table=self.table, forest=self.forest, noise={"keys": self.keys}, candidate=candidates,
+            draft=self.distribution if distribution else {}, endings=endings, warp=warp,
+        )  # fmt: skip
+        first = sizes.offset(layer)
+        self.kernel.extend(tensors, first, layer, sizes.drafts, sizes.last_position, self.rule, flags)
 
     def drafted_distribution(self, layer: int, candidates: Candidates) -> DraftDistribution | None:
         """Return the distribution that the layer below `layer` was drawn from; None where it was not recorded."""
         if not self.distribution:
             return None
-        _, log_q, left = self.distribution
-        here = log_q.narrow(1, self.sizes.offset(layer), candidates.tokens.shape[1])
+        left = self.distribution["log_left"]
+        here = self.distribution["log_q"].narrow(1, self.sizes.offset(layer), candidates.tokens.shape[1])
         return DraftDistribution(candidates, here, left[0, :, layer], left[1, :, layer])
 
-    @property
-    def _table(self) -> list[Tensor]:
-        """The slot table's tensors, in the order in which kernels take them."""
-        return [self.table.used, self.table.common_prefix, self.table.positions, self.table.tokens]
+    def _numbers(self, first: int, count: int) -> dict[str, Tensor]:
+        """Return the numbers of `count` nodes by name, [R, count] int64 each."""
+        return dict(zip(FIELDS, self.forest["numbers"].narrow(2, first, count).unbind(0), strict=True))
 
     def _part(self, first: int, count: int) -> LayerNodes:
-        ints, flags, weight, paths, ancestors, _ = (
-            value.narrow(2 if place < 2 else 1, first, count) for place, value in enumerate(self.tensors)
+        numbers, flags = self._numbers(first, count), self.forest["flags"].narrow(2, first, count).unbind(0)
+        del numbers["slot"], numbers["position"]
+        weight, path_tokens, ancestors = (
+            self.forest[name].narrow(1, first, count) for name in ("weight", "path_tokens", "ancestors")
         )
-        token, parent, root, path, stop_state, drafter_id, _, _ = ints.unbind(0)
-        valid, ends, sampled = flags.unbind(0)
-        return LayerNodes(
-            token, parent, root, path, stop_state, valid, ends, sampled, weight, paths, ancestors, drafter_id
-        )
+        flagged = dict(zip(FLAGS, flags, strict=True))
+        return LayerNodes(**numbers, **flagged, weight=weight, path_tokens=path_tokens, ancestors=ancestors)

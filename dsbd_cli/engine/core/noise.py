@@ -10,20 +10,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dsbd_cli.ops import layout
 from dsbd_cli.ops.layout import STREAMS
-
-# Streams: one purpose each, so that no random number is used twice.
-DRAFT, ACCEPT, RESIDUAL, COMPLETION, CLOCK = 1, 2, 3, 4, 5
 
 
 def _signed(value: int) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
-_GOLDEN = _signed(0x9E3779B97F4A7C15)
-_MIX_A = _signed(0xBF58476D1CE4E5B9)
-_MIX_B = _signed(0x94D049BB133111EB)
-_TOKEN = _signed(0xD1342543DE82EF95)
+_GOLDEN, _MIX_A, _MIX_B, _TOKEN = map(_signed, (layout.GOLDEN, layout.MIX_A, layout.MIX_B, layout.MIX_TOKEN))
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:

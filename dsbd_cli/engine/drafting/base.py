@@ -73,6 +73,11 @@ class Endings:
         """Tokens that end every row, whatever its state: [V] bool. There are none where the automaton is used."""
         return self._none if self.stops.used else self.stops.eos
 
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The end tokens and the automaton's table, by the fields that ops/layout.py declares."""
+        return {"eos": self.eos, "stops": self.stops.table}
+
     def step(self, state: Tensor, tokens: Tensor) -> Tensor:
         """Return the stop states after the tokens, in the shape of tokens; NO_STOPS for all where the automaton is not
         used. state [R, n]; tokens [R, n] or [R, n, C]."""

@@ -10,9 +10,8 @@ from dsbd_cli.engine.constraints.legal import NodePaths
 from dsbd_cli.engine.core.candidates import Candidates
 from dsbd_cli.engine.core.distribution import pool_distribution
 from dsbd_cli.engine.core.forest import Forest
-from dsbd_cli.engine.core.forest_buffer import KernelBuffer, TensorBuffer, warp_flags, warp_tensors
+from dsbd_cli.engine.core.forest_buffer import KernelBuffer, TensorBuffer, warp_flags
 from dsbd_cli.engine.core.nodes import DraftDistribution
-from dsbd_cli.engine.core.noise import DRAFT
 from dsbd_cli.engine.core.pool import DraftRequest
 from dsbd_cli.engine.core.topk import NEG_INF
 from dsbd_cli.engine.drafting.base import (
@@ -28,6 +27,7 @@ from dsbd_cli.engine.drafting.base import (
 )
 from dsbd_cli.engine.drafting.logits import DraftLogits, head_ids
 from dsbd_cli.engine.protocols import ForestInput, ForestModel
+from dsbd_cli.ops.layout import DRAFT
 
 MERGED_BACKLOG = 16  # tokens; a longer backlog gets a forward of its own, without the output head
 
@@ -135,8 +135,7 @@ class BeamDrafter(Drafter):
                 return False
         endings, warp = context.endings, context.warp
         flags = warp_flags(warp, stops=endings.stops.used, warps=context.sampler.random)
-        tables = [endings.eos, endings.stops.table]
-        buffer.extend(layer, candidates, tables, warp_tensors(warp), flags, context.record_distribution)
+        buffer.extend(layer, candidates, endings.tensors, warp, flags, context.record_distribution)
         forest.add(buffer.drafted_distribution(layer, candidates))
         return True
 

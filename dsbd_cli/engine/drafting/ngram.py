@@ -19,7 +19,6 @@ from dsbd_cli.engine.core.candidates import Candidates
 from dsbd_cli.engine.core.distribution import pool_distribution
 from dsbd_cli.engine.core.forest import Forest
 from dsbd_cli.engine.core.nodes import LayerNodes
-from dsbd_cli.engine.core.noise import DRAFT
 from dsbd_cli.engine.core.pool import DraftRequest
 from dsbd_cli.engine.core.sampler import largest
 from dsbd_cli.engine.core.topk import NEG_INF
@@ -34,6 +33,7 @@ from dsbd_cli.engine.drafting.base import (
 )
 from dsbd_cli.engine.drafting.paths import PathDrafter, Paths, beam_share
 from dsbd_cli.engine.drafting.text import contexts, suffix
+from dsbd_cli.ops.layout import DRAFT
 
 PLACES = 4  # places of the text that each beam follows
 # Guessed log-probability of the token at the best place, and how much less it is at each further place

@@ -13,7 +13,6 @@ from dsbd_cli.config.variants import BRANCHING
 from dsbd_cli.engine.core.distribution import log_normalise, row_distribution
 from dsbd_cli.engine.core.forest import Forest
 from dsbd_cli.engine.core.nodes import DraftDistribution, LayerNodes
-from dsbd_cli.engine.core.noise import DRAFT
 from dsbd_cli.engine.core.pool import DraftRequest, live_draws
 from dsbd_cli.engine.core.topk import NEG_INF
 from dsbd_cli.engine.drafting.base import (
@@ -26,6 +25,7 @@ from dsbd_cli.engine.drafting.base import (
 from dsbd_cli.engine.drafting.beam import BeamDrafter, draft_candidates
 from dsbd_cli.engine.drafting.logits import DraftLogits
 from dsbd_cli.engine.protocols import ForestModel
+from dsbd_cli.ops.layout import DRAFT
 
 
 class RowDraws:

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 from types import ModuleType
 
-import torch
 from torch import Tensor
 
 from dsbd_cli.engine.core.candidates import Candidates
 from dsbd_cli.engine.core.forest import Forest
-from dsbd_cli.engine.core.forest_buffer import warp_flags, warp_tensors
+from dsbd_cli.engine.core.forest_buffer import warp_flags
 from dsbd_cli.engine.core.report import LayerCounters
 from dsbd_cli.engine.drafting.base import Endings
 from dsbd_cli.engine.iteration.commit_beams import nodes_run
@@ -19,7 +18,7 @@ from dsbd_cli.engine.iteration.state import BatchState
 from dsbd_cli.engine.iteration.verify_forest import VerifiedForest
 from dsbd_cli.engine.verify.base import Rule
 from dsbd_cli.ops.interface import Ops
-from dsbd_cli.ops.layout import COLUMNS, FIRST
+from dsbd_cli.ops.layout import COMMIT, FIRST, TENSORS, VERIFY, empty
 
 
 def verification_kernel(ops: Ops, state: BatchState, forest: Forest, candidates: Candidates) -> ModuleType | None:
@@ -44,42 +43,23 @@ def verify_with_kernel(
 ) -> VerifiedForest:
     """Do what verify_forest does, with a kernel. Updates `state.finished` in place. Counters of layers that were not
     reached are 0, except the width and the numbers of drafted nodes."""
-    beams, finished, limits, flat = state.beams, state.finished, state.limits, forest.flat
-    (rows, width), depth = finished.score.shape, forest.depth
-
-    def new(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.empty(rows, *shape, dtype=dtype, device=keys.device)
-
-    real = torch.float32
-    live = Live(
-        *(new(width), new(width), new(width), new(width, dtype=torch.bool), new(width, dtype=real)),
-        logprob=new(width, dtype=real),
-    )
-    before, report = new(depth + 1, width), new(FIRST + depth * COLUMNS)
-    kernel.verify(
-        _dense(candidates.tokens, candidates.logprobs),
-        _dense(flat.path, flat.stop_state, flat.parent, flat.token, flat.valid, flat.drafter_id, flat.sampled),
-        _dense(beams.valid, beams.weight, beams.logprob, beams.length),
-        [
-            *(finished.score, finished.logprob, finished.length, finished.by_length),
-            *(finished.origin, finished.node, finished.token),
-        ],
-        [endings.eos, endings.stops.table],
-        warp_tensors(state.warp),
-        [state.active, limits.max_new, limits.length_penalty, limits.early],
-        keys,
-        forest.buffer.distribution if state.method.rule == "rejection" else [],
-        [live.parent, live.token, live.node, live.valid, live.weight, live.logprob, before, report],
-        forest.drafts_per_layer,
-        state.method.rule,
-        warp_flags(state.warp, stops=endings.stops.used, warps=rule.sampler.random),
-        *([[limits.never, limits.num_beams]] if limits.any_never or limits.any_narrow else []),
-    )
+    limits, (rows, beams), device = state.limits, state.finished.score.shape, keys.device
+    live = Live(**empty("live", device, rows=rows, beams=beams))
+    verified = empty("verified", device, rows=rows, beams=beams, layers=forest.depth)
+    own = {"never": limits.never, "beams": limits.num_beams} if limits.any_never or limits.any_narrow else {}
+    draft = forest.buffer.distribution if state.method.rule == "rejection" else {}
+    tensors = VERIFY.gather(
+        beam=state.beams, state=state, candidate=candidates, node=forest.flat, endings=endings.tensors, warp=state.warp,
+        limits=limits, own=own, finished=state.finished, live=live, verified=verified, noise={"keys": keys},
+        draft=draft,
+    )  # fmt: skip
+    flags = warp_flags(state.warp, stops=endings.stops.used, warps=rule.sampler.random)
+    kernel.verify(tensors, forest.drafts_per_layer, state.method.rule, flags)
+    report = verified["report"]
     done, invalid, steps, width_sum = (report[:, place] for place in range(4))
-    counters = report[:, FIRST:].view(rows, depth, len(LayerCounters._fields))
-    return VerifiedForest(
-        live, steps, width_sum, done, invalid, counters, None if state.trace is None else before, report
-    )
+    counters = report[:, FIRST:].view(rows, forest.depth, len(LayerCounters._fields))
+    before = None if state.trace is None else verified["before"]
+    return VerifiedForest(live, steps, width_sum, done, invalid, counters, before, report)
 
 
 def commit_with_kernel(
@@ -95,32 +75,16 @@ def commit_with_kernel(
     """Make the final beams the live ones and compact their slots, all in place where the number of beams is the same.
     Return source and destination [R, T] of the slots that the caches must copy. report: the packed counters, into which
     the kernel writes those of the slot table. draft_guesses: of commit_beams."""
-    beams, table, finished, flat = state.beams, state.table, state.finished, forest.flat
-    history, window, width = beams.history, beams.ancestors.shape[2], live.token.shape[1]
+    beams, (rows, width) = state.beams, live.token.shape
+    old = {"history": beams.history, "length": beams.length, "depth": beams.depth}
     if beams.token.shape[1] != width:
-        rows = len(live.token)
-        for name in ("valid", "token", "weight", "logprob", "path", "stop_state", "ancestors", "history"):
-            value = getattr(beams, name)
-            setattr(beams, name, value.new_zeros((rows, width, *value.shape[2:])))
-    src_slots, dst_slots = live.token.new_empty((2, len(live.token), window)).unbind(0)
-    out = [beams.valid, beams.token, beams.weight, beams.logprob, beams.path, beams.stop_state]
-    kernel.commit(
-        [live.parent, live.token, live.valid, live.weight, live.logprob],
-        _dense(flat.path, flat.stop_state, flat.root, flat.path_tokens, flat.ancestors),
-        endings.stops.table,
-        state.active,
-        [table.used, table.common_prefix, table.drafted, table.positions, table.tokens],
-        [history, beams.length, beams.depth, state.iteration],
-        [finished.length, finished.origin, finished.node, finished.token, finished.tokens],
-        [*out, beams.ancestors, beams.history],
-        [src_slots, dst_slots],
-        report,
-        nodes_run(forest, draft_guesses=draft_guesses),
-        endings.stops.used,
-    )
-    return src_slots, dst_slots
-
-
-def _dense(*values: Tensor) -> list[Tensor]:
-    """Return the tensors without gaps: a gate may have ended the forest early, and a single root is a slice of W."""
-    return [value.contiguous() for value in values]
+        for field in (tensor.field for tensor in TENSORS if tensor.owner == "next"):
+            value = getattr(beams, field)
+            setattr(beams, field, value.new_zeros((rows, width, *value.shape[2:])))
+    moved = empty("moved", report.device, rows=rows, window=beams.ancestors.shape[2])
+    tensors = COMMIT.gather(
+        beam=old, state=state, table=state.table, node=forest.flat, endings=endings.tensors, finished=state.finished,
+        live=live, verified={"report": report}, next=beams, moved=moved,
+    )  # fmt: skip
+    kernel.commit(tensors, nodes_run(forest, draft_guesses=draft_guesses), endings.stops.used)
+    return moved["source"], moved["target"]

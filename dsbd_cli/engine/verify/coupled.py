@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import torch
 
-from dsbd_cli.engine.core.noise import COMPLETION, gumbel, path_gumbel
+from dsbd_cli.engine.core.noise import gumbel, path_gumbel
 from dsbd_cli.engine.core.sampler import PathNoise, entry_index
 from dsbd_cli.engine.verify.base import LayerDraws, LayerView, Rule, complete_afresh, verify_by_keys
+from dsbd_cli.ops.layout import COMPLETION
 
 
 class Coupled(Rule):

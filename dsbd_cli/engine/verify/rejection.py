@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.engine.core.nodes import DraftDistribution
-from dsbd_cli.engine.core.noise import ACCEPT, CLOCK, COMPLETION, RESIDUAL, gumbel, uniform
+from dsbd_cli.engine.core.noise import gumbel, uniform
 from dsbd_cli.engine.core.pool import DraftRequest, ends_before, live_draws
 from dsbd_cli.engine.core.sampler import Independent, Sampler, WithoutReplacement, entry_index, largest
 from dsbd_cli.engine.core.topk import NEG_INF
 from dsbd_cli.engine.verify.base import DraftedLayer, LayerDraws, LayerView, Rule, at_front, equal_nodes, passing
+from dsbd_cli.ops.layout import ACCEPT, CLOCK, COMPLETION, RESIDUAL
 
 TINY = 1e-300
 MOST_PROBS = 1 << 20  # numbers in the distributions Q' that are made together

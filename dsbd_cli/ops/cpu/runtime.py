@@ -54,7 +54,7 @@ def offsets(kind: type[ctypes.Structure]) -> tuple[int, ...]:
     return tuple(getattr(kind, field[0]).offset for field in kind._fields_)
 
 
-def layout(*kinds: type[ctypes.Structure], constants: tuple[int, ...] = ()) -> int:
+def layout(*kinds: type[ctypes.Structure], constants: tuple[object, ...] = ()) -> int:
     """Return a number that changes with the fields of structures, and with constants that kernels compute with."""
     return zlib.crc32(repr([constants, *((kind._fields_, offsets(kind)) for kind in kinds)]).encode())
 

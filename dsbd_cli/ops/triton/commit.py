@@ -9,15 +9,14 @@ hypotheses kept, P planes of a cache.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsbd_cli.ops.layout import COLUMNS, FIRST
+from dsbd_cli.ops.layout import COLUMNS, COMMIT, FIRST, Tensors
 from dsbd_cli.ops.triton.distribution import child_path
+from dsbd_cli.ops.triton.launch import launch, operator
 
 MOST_BITS = 16384  # of the ancestors of a request at most, padding included
 TILE = 32  # tokens of a history that are written at a time
@@ -54,50 +53,50 @@ def texts(
     return tl.where((source >= 0)[:, None], older, new)
 
 
-@triton.jit(do_not_specialize=["nodes", "roots", "depth", "drafts", "beams", "window", "table_slots", "history"])
+@triton.jit(do_not_specialize=["nodes", "roots", "depth", "ran", "beams", "window", "table_slots", "history"])
 def commit_kernel(
-    parent,
-    token,
-    valid,
-    weight,
-    logprob,
-    path,
-    stop_state,
-    root,
-    paths,
-    ancestors,
-    stops,
-    active,
-    used,
-    common_prefix,
-    drafted,
+    live_parent,
+    live_token,
+    live_valid,
+    live_weight,
+    live_logprob,
+    node_path,
+    node_stop_state,
+    node_root,
+    node_path_tokens,
+    node_ancestors,
+    endings_stops,
+    state_active,
+    table_used,
+    table_common_prefix,
+    table_drafted,
     table_positions,
     table_tokens,
-    old_history,
-    length,
-    depths,
-    iteration,
-    f_length,
-    f_origin,
-    f_node,
-    f_token,
-    f_tokens,
-    o_valid,
-    o_token,
-    o_weight,
-    o_logprob,
-    o_path,
-    o_stop_state,
-    o_ancestors,
-    o_history,
-    o_src_slots,
-    o_target,
-    report,
-    history_stride,
+    beam_history,
+    beam_length,
+    beam_depth,
+    state_iteration,
+    finished_length,
+    finished_origin,
+    finished_node,
+    finished_token,
+    finished_tokens,
+    next_valid,
+    next_token,
+    next_weight,
+    next_logprob,
+    next_path,
+    next_stop_state,
+    next_ancestors,
+    next_history,
+    moved_source,
+    moved_target,
+    verified_report,
+    history_row,
     nodes,
     roots,
     depth,
-    drafts,
+    ran,
     beams,
     window,
     table_slots,
@@ -116,37 +115,37 @@ def commit_kernel(
     kept = w < beams
     mine = row * beams + w
     row_nodes = row * nodes
-    row_report = report + row * (HEAD + depth * WIDE)
+    row_report = verified_report + row * (HEAD + depth * WIDE)
     done = tl.load(row_report + 0) != 0
     steps = tl.load(row_report + 2)
-    going = (tl.load(active + row) != 0) & (done == 0)
-    n_parent = tl.load(parent + mine, mask=kept, other=0)
-    n_token = tl.load(token + mine, mask=kept, other=0)
-    alive = (tl.load(valid + mine, mask=kept, other=0) != 0) & going
-    begun = tl.load(length + row)
+    going = (tl.load(state_active + row) != 0) & (done == 0)
+    n_parent = tl.load(live_parent + mine, mask=kept, other=0)
+    n_token = tl.load(live_token + mine, mask=kept, other=0)
+    alive = (tl.load(live_valid + mine, mask=kept, other=0) != 0) & going
+    begun = tl.load(beam_length + row)
     # the tokens of finished hypotheses, then those of live beams
-    h_origin = tl.load(f_origin + mine, mask=kept, other=0)
-    h_node = tl.minimum(tl.maximum(tl.load(f_node + mine, mask=kept, other=0), 0), nodes - 1)
-    h_token = tl.load(f_token + mine, mask=kept, other=0)
-    h_steps = tl.load(f_length + mine, mask=kept, other=1) - begun
+    h_origin = tl.load(finished_origin + mine, mask=kept, other=0)
+    h_node = tl.minimum(tl.maximum(tl.load(finished_node + mine, mask=kept, other=0), 0), nodes - 1)
+    h_token = tl.load(finished_token + mine, mask=kept, other=0)
+    h_steps = tl.load(finished_length + mine, mask=kept, other=1) - begun
     h_steps = tl.minimum(tl.maximum(h_steps, 1), depth + 1)
-    h_root = tl.load(root + row_nodes + h_node, mask=kept, other=0)
+    h_root = tl.load(node_root + row_nodes + h_node, mask=kept, other=0)
     h_old = row * beams + tl.maximum(h_origin, 0)
-    n_root = tl.load(root + row_nodes + n_parent, mask=kept, other=0)
+    n_root = tl.load(node_root + row_nodes + n_parent, mask=kept, other=0)
     none = n_root * 0 - 1
-    row_history = old_history + row * history_stride
+    row_history = beam_history + row * history_row
     end = tl.minimum(begun + depth + 1, history)
     tile = tl.arange(0, TILE)
     for start in tl.range(0, end, TILE):
         column = start + tile
         found = texts(
-            f_tokens,
+            finished_tokens,
             h_old,
             h_origin,
             row_history,
             h_root,
             begun,
-            paths,
+            node_path_tokens,
             row_nodes,
             h_node,
             h_token,
@@ -156,13 +155,13 @@ def commit_kernel(
             column,
         )
         live = texts(
-            f_tokens,
+            finished_tokens,
             h_old,
             none,
             row_history,
             n_root,
             begun,
-            paths,
+            node_path_tokens,
             row_nodes,
             n_parent,
             n_token,
@@ -173,16 +172,16 @@ def commit_kernel(
         )
         tl.debug_barrier()
         some = kept[:, None] & (column < end)[None, :]
-        tl.store(f_tokens + mine[:, None] * history + column[None, :], found, mask=some)
-        tl.store(o_history + mine[:, None] * history + column[None, :], live, mask=some)
+        tl.store(finished_tokens + mine[:, None] * history + column[None, :], found, mask=some)
+        tl.store(next_history + mine[:, None] * history + column[None, :], live, mask=some)
         tl.debug_barrier()
-    tl.store(f_origin + mine, w.to(tl.int64), mask=kept)
+    tl.store(finished_origin + mine, w.to(tl.int64), mask=kept)
     # slots: the ancestors of live beams stay, in order
-    base = tl.load(common_prefix + row)
-    held = tl.load(used + row)
-    run = tl.where(depth > 0, held + nodes - drafts, tl.load(drafted + row))
+    base = tl.load(table_common_prefix + row)
+    held = tl.load(table_used + row)
+    run = tl.where(ran > 0, held + ran, tl.load(table_drafted + row))
     inside = kept[:, None] & (t < window)[None, :]
-    bits = tl.load(ancestors + (row_nodes + n_parent)[:, None] * window + t[None, :], mask=inside, other=0) != 0
+    bits = tl.load(node_ancestors + (row_nodes + n_parent)[:, None] * window + t[None, :], mask=inside, other=0) != 0
     bits = bits & alive[:, None]
     keep = tl.max(bits.to(tl.int32), 0) > 0
     place = tl.cumsum(keep.to(tl.int32), 0) - 1
@@ -193,39 +192,39 @@ def commit_kernel(
     before = base + t
     kept_positions = tl.load(table_positions + row * table_slots + before, mask=keep, other=0)
     kept_tokens = tl.load(table_tokens + row * table_slots + before, mask=keep, other=0)
-    o_bits = o_ancestors + mine[:, None] * window
+    o_bits = next_ancestors + mine[:, None] * window
     tl.store(o_bits + t[None, :], w[:, None] + t[None, :] < 0, mask=inside)
     still = tl.minimum(before, table_slots - 1)
-    tl.store(o_src_slots + row * window + t, still, mask=t < window)
-    tl.store(o_target + row * window + t, still, mask=t < window)
+    tl.store(moved_source + row * window + t, still, mask=t < window)
+    tl.store(moved_target + row * window + t, still, mask=t < window)
     tl.debug_barrier()
     tl.store(table_positions + row * table_slots + base + place, kept_positions, mask=keep)
     tl.store(table_tokens + row * table_slots + base + place, kept_tokens, mask=keep)
-    tl.store(o_src_slots + row * window + place, before, mask=keep)
+    tl.store(moved_source + row * window + place, before, mask=keep)
     tl.store(o_bits + (place - common)[None, :], bits, mask=kept[:, None] & (keep & (place >= common))[None, :])
-    ran = tl.minimum(run, base) + tl.sum((keep & (before < run)).to(tl.int32), 0)
-    tl.store(used + row, base + count)
-    tl.store(common_prefix + row, base + common)
-    tl.store(drafted + row, ran)
+    still_run = tl.minimum(run, base) + tl.sum((keep & (before < run)).to(tl.int32), 0)
+    tl.store(table_used + row, base + count)
+    tl.store(table_common_prefix + row, base + common)
+    tl.store(table_drafted + row, still_run)
     tl.store(row_report + 4, base + count)
     tl.store(row_report + 5, base + common)
-    tl.store(row_report + 6, ran)
+    tl.store(row_report + 6, still_run)
     # beams
-    tl.store(o_valid + mine, alive, mask=kept)
-    tl.store(o_token + mine, n_token, mask=kept)
-    tl.store(o_weight + mine, tl.load(weight + mine, mask=kept, other=0.0), mask=kept)
-    tl.store(o_logprob + mine, tl.load(logprob + mine, mask=kept, other=0.0), mask=kept)
+    tl.store(next_valid + mine, alive, mask=kept)
+    tl.store(next_token + mine, n_token, mask=kept)
+    tl.store(next_weight + mine, tl.load(live_weight + mine, mask=kept, other=0.0), mask=kept)
+    tl.store(next_logprob + mine, tl.load(live_logprob + mine, mask=kept, other=0.0), mask=kept)
     above = row_nodes + n_parent
-    tl.store(o_path + mine, child_path(tl.load(path + above, mask=kept, other=0), n_token), mask=kept)
-    state = tl.load(stop_state + above, mask=kept, other=1)
+    tl.store(next_path + mine, child_path(tl.load(node_path + above, mask=kept, other=0), n_token), mask=kept)
+    state = tl.load(node_stop_state + above, mask=kept, other=1)
     if STOPS:
-        state = tl.load(stops + state * vocabulary + n_token, mask=kept, other=1).to(tl.int64)
+        state = tl.load(endings_stops + state * vocabulary + n_token, mask=kept, other=1).to(tl.int64)
     else:
         state = state * 0 + 1
-    tl.store(o_stop_state + mine, state, mask=kept)
-    tl.store(length + row, begun + steps)
-    tl.store(depths + row, tl.load(depths + row) + steps)
-    tl.store(iteration + row, tl.load(iteration + row) + 1)
+    tl.store(next_stop_state + mine, state, mask=kept)
+    tl.store(beam_length + row, begun + steps)
+    tl.store(beam_depth + row, tl.load(beam_depth + row) + steps)
+    tl.store(state_iteration + row, tl.load(state_iteration + row) + 1)
 
 
 @triton.jit(do_not_specialize=["moving", "rows", "slots", "pairs"])
@@ -267,56 +266,21 @@ def fits(beams: int, window: int) -> bool:
     return triton.next_power_of_2(beams) * triton.next_power_of_2(window) <= MOST_BITS
 
 
-@torch.library.custom_op("dsbd::commit", mutates_args="unknown")
-def commit(
-    live: Sequence[Tensor],
-    nodes: Sequence[Tensor],
-    stops: Tensor,
-    active: Tensor,
-    table: Sequence[Tensor],
-    beams: Sequence[Tensor],
-    finished: Sequence[Tensor],
-    out: Sequence[Tensor],
-    moved: Sequence[Tensor],
-    report: Tensor,
-    ran: int,
-    stopping: bool,
-) -> None:
-    """Do what `commit_beams` does: tokens of finished hypotheses, slots.compact, and the live beams of the next
-    iteration.
-
-    live: parent, token, valid, weight, logprob [R, W]. nodes: path, stop_state, root [R, N], path_tokens [R, N, D],
-    ancestors [R, N, T]. table: used, common_prefix, drafted, positions, tokens, which change. beams: history [R, W0,
-    L], and length, depth, iteration [R], which change. finished: length, and origin, node, token, tokens, which change.
-    out: valid, token, weight, logprob, path, stop_state, ancestors, history [R, W, ..]; the history may be that of
-    `beams`. moved: source and destination slots [R, T], to be written. report: of `verify`; 4 to 6 become used,
-    common_prefix and drafted. ran: nodes that the draft has run; not read without drafts. stopping: there are stop
-    strings.
-    """
-    rows, width = live[0].shape
-    count, window = nodes[4].shape[1:]
-    roots, history = beams[0].shape[1:]
-    depth = nodes[3].shape[2]
-    with torch.cuda.device_of(report):
-        commit_kernel[(rows,)](
-            *(*live, *nodes, stops, active, *table, *beams, *finished, *out, *moved, report, beams[0].stride(0)),
-            *(
-                count,
-                roots,
-                depth,
-                count - ran if depth else 0,
-                width,
-                window,
-                table[3].shape[1],
-                history,
-                stops.shape[1],
-            ),
-            WP=triton.next_power_of_2(width),
-            TP=triton.next_power_of_2(window),
-            TILE=TILE,
-            STOPS=stopping,
-            num_warps=4 if width < 8 else 8,
-        )
+@operator(COMMIT, "int ran, bool stopping")
+def commit(tensors: Tensors, ran: int, stopping: bool) -> None:
+    """Do what `commit` of ops/cpu/iteration.py does."""
+    sizes = COMMIT.sizes(tensors)
+    width = sizes["beams"]
+    launch(
+        commit_kernel,
+        tensors,
+        sizes | {"ran": ran, "history_row": tensors["beam_history"].stride(0)},
+        WP=triton.next_power_of_2(width),
+        TP=triton.next_power_of_2(sizes["window"]),
+        TILE=TILE,
+        STOPS=stopping,
+        num_warps=4 if width < 8 else 8,
+    )
 
 
 @torch.library.custom_op("dsbd::move", mutates_args="unknown")
@@ -334,11 +298,6 @@ def move(slab: Tensor, source: Tensor, target: Tensor) -> None:
         move_kernel[grid](
             slab, source, target, moving, rows, slots, width, pairs, CHUNK=CHUNK, BLOCK=block, num_warps=4
         )
-
-
-@commit.register_fake
-def _(*arguments: object) -> None:
-    return None
 
 
 @move.register_fake

@@ -13,14 +13,13 @@ from collections.abc import Sequence
 import triton
 import triton.language as tl
 
-GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
-MIX_A = tl.constexpr(0xBF58476D1CE4E5B9)
-MIX_B = tl.constexpr(0x94D049BB133111EB)
-TOKEN = tl.constexpr(0xD1342543DE82EF95)
+from dsbd_cli.ops import layout
+
+GOLDEN, TOKEN = tl.constexpr(layout.GOLDEN), tl.constexpr(layout.MIX_TOKEN)
+MIX_A, MIX_B = tl.constexpr(layout.MIX_A), tl.constexpr(layout.MIX_B)
 NEG_INF = tl.constexpr(float("-inf"))
-SHARE_UNITS = tl.constexpr(2.0**36)  # as in engine/core/distribution.py, which this package must not import
-LOG_UNITS = tl.constexpr(math.log(2.0**36))
-NO_SHARE = tl.constexpr(-26.0)
+SHARE_UNITS, LOG_UNITS = tl.constexpr(layout.SHARE_UNITS), tl.constexpr(math.log(layout.SHARE_UNITS))
+NO_SHARE = tl.constexpr(layout.NO_SHARE)
 REGISTERS = 255  # of a thread at most; without this limit ptxas stops at 128 and spills
 COUPLED, SEARCH, REJECTION = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 RULES = {"coupled": COUPLED.value, "search": SEARCH.value, "rejection": REJECTION.value}

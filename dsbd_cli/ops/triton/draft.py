@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from dsbd_cli.ops import layout
+from dsbd_cli.ops.layout import BEGIN, EXTEND, Tensors
 from dsbd_cli.ops.triton.distribution import (
     COUPLED,
     NEG_INF,
@@ -32,40 +31,40 @@ from dsbd_cli.ops.triton.distribution import (
     stream_key,
     value_at,
 )
+from dsbd_cli.ops.triton.launch import launch, operator
 
 TOKEN, PARENT, ROOT, PATH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 STOP, DRAFTER_ID, SLOT, POSITION = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
 VALID, ENDS, SAMPLED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-STREAMS = tl.constexpr(layout.STREAMS)
+STREAMS, DRAFT = tl.constexpr(layout.STREAMS), tl.constexpr(layout.DRAFT)
 MOST_PAIRS = 4096  # of a pool at most, padding included
 TILE = 256  # slots of a mask that are written at a time
 
 
-@triton.jit(do_not_specialize=["rows", "nodes", "roots", "depth", "window", "slots", "table_slots", "draft_backlog"])
+@triton.jit(do_not_specialize=["rows", "nodes", "roots", "depth", "window", "slots", "table_slots", "backlog_nodes"])
 def begin_kernel(
-    token,
-    path,
-    stop_state,
-    valid,
-    weight,
-    ancestors,
-    position,
-    used,
-    common_prefix,
+    beam_token,
+    beam_path,
+    beam_stop_state,
+    beam_valid,
+    beam_weight,
+    beam_ancestors,
+    beam_depth,
+    table_used,
+    table_common_prefix,
     table_positions,
     table_tokens,
-    row_key,
-    iteration,
-    o_ints,
-    o_flags,
-    o_weight,
-    o_paths,
-    o_ancestors,
-    o_mask,
-    o_keys,
-    o_joined,
-    o_joined_mask,
-    beam_stride,
+    state_row_key,
+    state_iteration,
+    forest_numbers,
+    forest_flags,
+    forest_weight,
+    forest_path_tokens,
+    forest_ancestors,
+    forest_mask,
+    noise_keys,
+    backlog_numbers,
+    backlog_mask,
     rows,
     nodes,
     roots,
@@ -75,7 +74,7 @@ def begin_kernel(
     table_slots,
     last_position,
     trash,
-    draft_backlog,
+    backlog_nodes,
     WP: tl.constexpr,
     LP: tl.constexpr,
     TILE: tl.constexpr,
@@ -85,78 +84,78 @@ def begin_kernel(
     row = tl.program_id(0).to(tl.int64)
     w = tl.arange(0, WP)
     real = w < roots
-    mine = row * beam_stride + w
-    first = tl.load(used + row)
-    base = tl.load(common_prefix + row)
-    tokens = tl.load(token + mine, mask=real, other=0)
+    mine = row * roots + w
+    first = tl.load(table_used + row)
+    base = tl.load(table_common_prefix + row)
+    tokens = tl.load(beam_token + mine, mask=real, other=0)
     places = first + w
-    positions = tl.minimum(tl.load(position + row) + w * 0, last_position)
+    positions = tl.minimum(tl.load(beam_depth + row) + w * 0, last_position)
     zero = w.to(tl.int64) * 0
     at = row * nodes + w
     plane = rows.to(tl.int64) * nodes
-    tl.store(o_ints + TOKEN * plane + at, tokens, mask=real)
-    tl.store(o_ints + PARENT * plane + at, w.to(tl.int64), mask=real)
-    tl.store(o_ints + ROOT * plane + at, w.to(tl.int64), mask=real)
-    tl.store(o_ints + PATH * plane + at, tl.load(path + mine, mask=real, other=0), mask=real)
-    tl.store(o_ints + STOP * plane + at, tl.load(stop_state + mine, mask=real, other=1), mask=real)
-    tl.store(o_ints + DRAFTER_ID * plane + at, zero, mask=real)
-    tl.store(o_ints + SLOT * plane + at, places, mask=real)
-    tl.store(o_ints + POSITION * plane + at, positions, mask=real)
-    tl.store(o_flags + VALID * plane + at, tl.load(valid + mine, mask=real, other=0) != 0, mask=real)
-    tl.store(o_flags + ENDS * plane + at, w < 0, mask=real)
-    tl.store(o_flags + SAMPLED * plane + at, w < 0, mask=real)
-    tl.store(o_weight + at, tl.load(weight + mine, mask=real, other=0.0), mask=real)
+    tl.store(forest_numbers + TOKEN * plane + at, tokens, mask=real)
+    tl.store(forest_numbers + PARENT * plane + at, w.to(tl.int64), mask=real)
+    tl.store(forest_numbers + ROOT * plane + at, w.to(tl.int64), mask=real)
+    tl.store(forest_numbers + PATH * plane + at, tl.load(beam_path + mine, mask=real, other=0), mask=real)
+    tl.store(forest_numbers + STOP * plane + at, tl.load(beam_stop_state + mine, mask=real, other=1), mask=real)
+    tl.store(forest_numbers + DRAFTER_ID * plane + at, zero, mask=real)
+    tl.store(forest_numbers + SLOT * plane + at, places, mask=real)
+    tl.store(forest_numbers + POSITION * plane + at, positions, mask=real)
+    tl.store(forest_flags + VALID * plane + at, tl.load(beam_valid + mine, mask=real, other=0) != 0, mask=real)
+    tl.store(forest_flags + ENDS * plane + at, w < 0, mask=real)
+    tl.store(forest_flags + SAMPLED * plane + at, w < 0, mask=real)
+    tl.store(forest_weight + at, tl.load(beam_weight + mine, mask=real, other=0.0), mask=real)
     for layer in range(depth):
-        tl.store(o_paths + at * depth + layer, zero, mask=real)
+        tl.store(forest_path_tokens + at * depth + layer, zero, mask=real)
     tl.store(table_positions + row * table_slots + places, positions, mask=real)
     tl.store(table_tokens + row * table_slots + places, tokens, mask=real)
     number = tl.arange(0, LP)
     streams = (depth + 1) * STREAMS
-    keys = stream_key(tl.load(row_key + row), tl.load(iteration + row), number)
-    tl.store(o_keys + row * streams + number, keys, mask=number < streams)
+    keys = stream_key(tl.load(state_row_key + row), tl.load(state_iteration + row), number)
+    tl.store(noise_keys + row * streams + number, keys, mask=number < streams)
     tile = tl.arange(0, TILE)
     own = first - base + w
     for start in tl.range(0, window, TILE):
         t = start + tile
         inside = real[:, None] & (t < window)[None, :]
-        seen = tl.load(ancestors + mine[:, None] * window + t[None, :], mask=inside, other=0) != 0
-        tl.store(o_ancestors + at[:, None] * window + t[None, :], seen | (t[None, :] == own[:, None]), mask=inside)
-    joined = draft_backlog + roots
-    wide = row * joined + draft_backlog + w
+        seen = tl.load(beam_ancestors + mine[:, None] * window + t[None, :], mask=inside, other=0) != 0
+        tl.store(forest_ancestors + at[:, None] * window + t[None, :], seen | (t[None, :] == own[:, None]), mask=inside)
+    draft_backlog = backlog_nodes - roots
+    wide = row * backlog_nodes + draft_backlog + w
     if draft_backlog > 0:
-        part = rows.to(tl.int64) * joined
-        tl.store(o_joined + wide, tokens, mask=real)
-        tl.store(o_joined + part + wide, positions, mask=real)
-        tl.store(o_joined + 2 * part + wide, places, mask=real)
+        part = rows.to(tl.int64) * backlog_nodes
+        tl.store(backlog_numbers + wide, tokens, mask=real)
+        tl.store(backlog_numbers + part + wide, positions, mask=real)
+        tl.store(backlog_numbers + 2 * part + wide, places, mask=real)
     for start in tl.range(0, slots, TILE):
         s = start + tile
         t = s - base
         inside = real[:, None] & ((t >= 0) & (t < window) & (s < slots))[None, :]
-        seen = tl.load(ancestors + mine[:, None] * window + t[None, :], mask=inside, other=0) != 0
+        seen = tl.load(beam_ancestors + mine[:, None] * window + t[None, :], mask=inside, other=0) != 0
         seen = seen | (inside & (t[None, :] == own[:, None])) | (t < 0)[None, :]
         wanted = real[:, None] & (s < slots)[None, :]
-        tl.store(o_mask + at[:, None] * slots + s[None, :], seen, mask=wanted)
+        tl.store(forest_mask + at[:, None] * slots + s[None, :], seen, mask=wanted)
         if draft_backlog > 0:
-            tl.store(o_joined_mask + wide[:, None] * slots + s[None, :], seen, mask=wanted)
+            tl.store(backlog_mask + wide[:, None] * slots + s[None, :], seen, mask=wanted)
     for j in range(draft_backlog):
         place = first - draft_backlog + j
         known = tl.maximum(place, 0)
-        to = row * joined + j
-        part = rows.to(tl.int64) * joined
-        tl.store(o_joined + to, tl.load(table_tokens + row * table_slots + known))
-        tl.store(o_joined + part + to, tl.load(table_positions + row * table_slots + known))
-        tl.store(o_joined + 2 * part + to, tl.where(place >= 0, place, trash))
+        to = row * backlog_nodes + j
+        part = rows.to(tl.int64) * backlog_nodes
+        tl.store(backlog_numbers + to, tl.load(table_tokens + row * table_slots + known))
+        tl.store(backlog_numbers + part + to, tl.load(table_positions + row * table_slots + known))
+        tl.store(backlog_numbers + 2 * part + to, tl.where(place >= 0, place, trash))
         bit = tl.minimum(tl.maximum(place - base, 0), window - 1)
-        holds = tl.load(ancestors + mine * window + bit, mask=real, other=0) != 0
+        holds = tl.load(beam_ancestors + mine * window + bit, mask=real, other=0) != 0
         owner = tl.min(tl.where(holds, w, WP), 0)
         owner = tl.where(owner < WP, owner, 0)
         for start in tl.range(0, slots, TILE):
             s = start + tile
             t = s - base
             inside = (t >= 0) & (t < window) & (s < slots)
-            seen = tl.load(ancestors + (row * beam_stride + owner) * window + t, mask=inside, other=0) != 0
+            seen = tl.load(beam_ancestors + (row * roots + owner) * window + t, mask=inside, other=0) != 0
             seen = ((seen | (t < 0)) & (s <= known)) | (s == known)
-            tl.store(o_joined_mask + to * slots + s, seen, mask=s < slots)
+            tl.store(backlog_mask + to * slots + s, seen, mask=s < slots)
 
 
 @triton.jit
@@ -191,32 +190,32 @@ def record_distribution(
         tl.store(o_distribution + rest_of + j, left_over)
 
 
-@triton.jit(do_not_specialize=["rows", "nodes", "first", "above", "layer", "depth", "count", "window", "slots"])
+@triton.jit(do_not_specialize=["rows", "nodes", "first", "above", "layer", "depth", "drafts", "window", "slots"])
 def extend_kernel(
-    c_tokens,
-    c_logprobs,
-    ints,
-    flags,
-    weights,
-    paths,
-    ancestors,
-    mask,
+    candidate_tokens,
+    candidate_logprobs,
+    forest_numbers,
+    forest_flags,
+    forest_weight,
+    forest_path_tokens,
+    forest_ancestors,
+    forest_mask,
     table_positions,
     table_tokens,
-    used,
-    common_prefix,
-    position,
-    keys,
-    eos,
-    stops,
-    temperature,
-    top_k,
-    top_p,
-    min_p,
-    greedy,
-    o_q_tokens,
-    o_log_q,
-    o_distribution,
+    table_used,
+    table_common_prefix,
+    beam_depth,
+    noise_keys,
+    endings_eos,
+    endings_stops,
+    warp_temperature,
+    warp_top_k,
+    warp_top_p,
+    warp_min_p,
+    warp_greedy,
+    draft_tokens,
+    draft_log_q,
+    draft_log_left,
     rows,
     nodes,
     first,
@@ -224,7 +223,7 @@ def extend_kernel(
     layer,
     depth,
     candidates,
-    count,
+    drafts,
     window,
     slots,
     table_slots,
@@ -251,13 +250,13 @@ def extend_kernel(
     flat = tl.arange(0, NP * CP)
     upper = row * nodes + first + n
     there = n < above
-    live = tl.load(flags + VALID * plane + upper, mask=there, other=0) != 0
-    live = live & (tl.load(flags + ENDS * plane + upper, mask=there, other=0) == 0)
-    weight = tl.where(live, tl.load(weights + upper, mask=there, other=0.0), NEG_INF)
+    live = tl.load(forest_flags + VALID * plane + upper, mask=there, other=0) != 0
+    live = live & (tl.load(forest_flags + ENDS * plane + upper, mask=there, other=0) == 0)
+    weight = tl.where(live, tl.load(forest_weight + upper, mask=there, other=0.0), NEG_INF)
     real = there[:, None] & (c < candidates)[None, :]
     at = (row * above + n)[:, None] * candidates + c[None, :]
-    token = tl.load(c_tokens + at, mask=real, other=0)
-    logprob = tl.load(c_logprobs + at, mask=real, other=NEG_INF)
+    token = tl.load(candidate_tokens + at, mask=real, other=0)
+    logprob = tl.load(candidate_logprobs + at, mask=real, other=NEG_INF)
     logprob = tl.where(logprob == logprob, logprob, NEG_INF)  # where the draft gives NaN it proposes nothing
     if RULE == SEARCH:
         log_q = weight[:, None] + logprob
@@ -265,11 +264,11 @@ def extend_kernel(
         log_q, joint = pool_distribution(
             logprob,
             weight,
-            tl.load(temperature + row),
-            tl.load(top_k + row),
-            tl.load(top_p + row),
-            tl.load(min_p + row),
-            tl.load(greedy + row) != 0,
+            tl.load(warp_temperature + row),
+            tl.load(warp_top_k + row),
+            tl.load(warp_top_p + row),
+            tl.load(warp_min_p + row),
+            tl.load(warp_greedy + row) != 0,
             TOP_K,
             TOP_P,
             MIN_P,
@@ -280,78 +279,84 @@ def extend_kernel(
         )
     allowed = tl.where(real, log_q, NEG_INF)
     if RULE != REJECTION:  # the only rule that uses drafts that end
-        ends = ending_of(eos, stops, ints + STOP * plane + upper, token, there, real, vocabulary, STOPS)
+        ends = ending_of(
+            endings_eos, endings_stops, forest_numbers + STOP * plane + upper, token, there, real, vocabulary, STOPS
+        )
         allowed = tl.where(ends, NEG_INF, allowed)
     if RULE == COUPLED:  # the target's own noise
-        path = tl.load(ints + PATH * plane + upper, mask=there, other=0)
+        path = tl.load(forest_numbers + PATH * plane + upper, mask=there, other=0)
         noisy = perturbed(allowed, path[:, None], token + 1)
         if GREEDY:
-            noisy = tl.where(tl.load(greedy + row) != 0, allowed, noisy)
+            noisy = tl.where(tl.load(warp_greedy + row) != 0, allowed, noisy)
         allowed = noisy
     if RULE == REJECTION:  # noise of the draft's own stream
-        key = tl.load(keys + (row * (depth + 1) + layer) * STREAMS + 1)
+        key = tl.load(noise_keys + (row * (depth + 1) + layer) * STREAMS + DRAFT)
         left = allowed.to(tl.float64)
         pool = tl.reshape(perturbed(left, key, (n.to(tl.int64)[:, None] << 32) + token + 1), (NP * CP,))
     else:
         pool = tl.reshape(allowed, (NP * CP,))
     k = tl.arange(0, KP)
-    chosen, found, _, _ = largest(pool, count, k, flat)
+    chosen, found, _, _ = largest(pool, drafts, k, flat)
     beam = chosen // CP
     column = chosen % CP
-    mine = k < count
+    mine = k < drafts
     parent = row * nodes + first + beam
     drawn = (row * above + beam) * candidates + column
-    child = tl.load(c_tokens + drawn, mask=mine, other=0)
+    child = tl.load(candidate_tokens + drawn, mask=mine, other=0)
     own = tl.sum(tl.where(n[None, :] == beam[:, None], weight[None, :], 0.0), 1)
-    lp = tl.load(c_logprobs + drawn, mask=mine, other=0.0)
+    lp = tl.load(candidate_logprobs + drawn, mask=mine, other=0.0)
     lp = tl.where(lp == lp, lp, NEG_INF)
     if BEAM:
-        own = value_at(tl.reshape(joint, (NP * CP,)), chosen, k, flat, count)
+        own = value_at(tl.reshape(joint, (NP * CP,)), chosen, k, flat, drafts)
     else:
         own = own + lp
     below = first + above + k
     to = row * nodes + below
-    state = tl.load(ints + STOP * plane + parent, mask=mine, other=1)
-    state, last = child_state(eos, stops, state, child, mine, vocabulary, STOPS)
-    place = tl.load(used + row) + below
-    base = tl.load(common_prefix + row)
-    depths = tl.minimum(tl.load(position + row) + layer + 1 + k * 0, last_position)
-    path = child_path(tl.load(ints + PATH * plane + parent, mask=mine, other=0), child)
-    tl.store(ints + TOKEN * plane + to, child, mask=mine)
-    tl.store(ints + PARENT * plane + to, (first + beam).to(tl.int64), mask=mine)
-    tl.store(ints + ROOT * plane + to, tl.load(ints + ROOT * plane + parent, mask=mine, other=0), mask=mine)
-    tl.store(ints + PATH * plane + to, path, mask=mine)
-    tl.store(ints + STOP * plane + to, state, mask=mine)
-    tl.store(ints + DRAFTER_ID * plane + to, state * 0, mask=mine)
-    tl.store(ints + SLOT * plane + to, place, mask=mine)
-    tl.store(ints + POSITION * plane + to, depths, mask=mine)
-    tl.store(flags + VALID * plane + to, found, mask=mine)
-    tl.store(flags + ENDS * plane + to, last, mask=mine)
-    tl.store(flags + SAMPLED * plane + to, found & (RULE != SEARCH), mask=mine)
-    tl.store(weights + to, own, mask=mine)
+    state = tl.load(forest_numbers + STOP * plane + parent, mask=mine, other=1)
+    state, last = child_state(endings_eos, endings_stops, state, child, mine, vocabulary, STOPS)
+    place = tl.load(table_used + row) + below
+    base = tl.load(table_common_prefix + row)
+    depths = tl.minimum(tl.load(beam_depth + row) + layer + 1 + k * 0, last_position)
+    path = child_path(tl.load(forest_numbers + PATH * plane + parent, mask=mine, other=0), child)
+    tl.store(forest_numbers + TOKEN * plane + to, child, mask=mine)
+    tl.store(forest_numbers + PARENT * plane + to, (first + beam).to(tl.int64), mask=mine)
+    tl.store(
+        forest_numbers + ROOT * plane + to,
+        tl.load(forest_numbers + ROOT * plane + parent, mask=mine, other=0),
+        mask=mine,
+    )
+    tl.store(forest_numbers + PATH * plane + to, path, mask=mine)
+    tl.store(forest_numbers + STOP * plane + to, state, mask=mine)
+    tl.store(forest_numbers + DRAFTER_ID * plane + to, state * 0, mask=mine)
+    tl.store(forest_numbers + SLOT * plane + to, place, mask=mine)
+    tl.store(forest_numbers + POSITION * plane + to, depths, mask=mine)
+    tl.store(forest_flags + VALID * plane + to, found, mask=mine)
+    tl.store(forest_flags + ENDS * plane + to, last, mask=mine)
+    tl.store(forest_flags + SAMPLED * plane + to, found & (RULE != SEARCH), mask=mine)
+    tl.store(forest_weight + to, own, mask=mine)
     tl.store(table_positions + row * table_slots + place, depths, mask=mine)
     tl.store(table_tokens + row * table_slots + place, child, mask=mine)
     for step in range(depth):
-        before = tl.load(paths + parent * depth + step, mask=mine, other=0)
-        tl.store(paths + to * depth + step, tl.where(step == layer, child, before), mask=mine)
+        before = tl.load(forest_path_tokens + parent * depth + step, mask=mine, other=0)
+        tl.store(forest_path_tokens + to * depth + step, tl.where(step == layer, child, before), mask=mine)
     tile = tl.arange(0, TILE)
     bit = place - base
     for start in tl.range(0, window, TILE):
         t = start + tile
         inside = mine[:, None] & (t < window)[None, :]
-        seen = tl.load(ancestors + parent[:, None] * window + t[None, :], mask=inside, other=0) != 0
-        tl.store(ancestors + to[:, None] * window + t[None, :], seen | (t[None, :] == bit[:, None]), mask=inside)
+        seen = tl.load(forest_ancestors + parent[:, None] * window + t[None, :], mask=inside, other=0) != 0
+        tl.store(forest_ancestors + to[:, None] * window + t[None, :], seen | (t[None, :] == bit[:, None]), mask=inside)
     for start in tl.range(0, slots, TILE):
         s = start + tile
         t = s - base
         inside = mine[:, None] & ((t >= 0) & (t < window) & (s < slots))[None, :]
-        seen = tl.load(ancestors + parent[:, None] * window + t[None, :], mask=inside, other=0) != 0
+        seen = tl.load(forest_ancestors + parent[:, None] * window + t[None, :], mask=inside, other=0) != 0
         seen = seen | (inside & (t[None, :] == bit[:, None])) | (t < 0)[None, :]
-        tl.store(mask + to[:, None] * slots + s[None, :], seen, mask=mine[:, None] & (s < slots)[None, :])
+        tl.store(forest_mask + to[:, None] * slots + s[None, :], seen, mask=mine[:, None] & (s < slots)[None, :])
     if DISTRIBUTION:
         record_distribution(
-            o_q_tokens, o_log_q, o_distribution, token, log_q, chosen, found, real, row, rows, nodes, first, layer,
-            depth, candidates, count, n, c, k, flat, NP, CP,
+            draft_tokens, draft_log_q, draft_log_left, token, log_q, chosen, found, real, row, rows, nodes, first,
+            layer, depth, candidates, drafts, n, c, k, flat, NP, CP,
         )  # fmt: skip
 
 
@@ -361,104 +366,42 @@ def fits(nodes: int, count: int, candidates: int) -> bool:
     return padded <= MOST_PAIRS and count <= 64
 
 
-@torch.library.custom_op("dsbd::begin", mutates_args="unknown")
-def begin(
-    beams: Sequence[Tensor],
-    table: Sequence[Tensor],
-    noise: Sequence[Tensor],
-    buffer: Sequence[Tensor],
-    keys: Tensor,
-    joined: Sequence[Tensor],
-    trash: int,
-    last_position: int,
-) -> None:
-    """Write the roots, their slots, positions and mask, and the keys of the streams, as a `TensorBuffer` does.
-
-    beams: token, path, stop_state, valid, weight, ancestors, depth. table: used, common_prefix, positions, tokens.
-    noise: row_key, iteration. buffer: the tensors of a KernelBuffer. keys [R, D + 1, STREAMS]. joined: tokens,
-    positions and slots [3, R, L + W0] and mask [R, L + W0, S] of the forward that runs L tokens of the backlog first; L
-    may be 0. trash: a slot for tokens of the backlog that do not exist.
-    """
-    ints, _, _, _, ancestors, mask = buffer
-    token, window = beams[0], ancestors.shape[2]
-    rows, roots = token.shape
-    depth = keys.shape[1] - 1
-    with torch.cuda.device_of(token):
-        begin_kernel[(rows,)](
-            *(
-                *beams,
-                *table,
-                *noise,
-                *buffer,
-                keys,
-                *joined,
-                token.stride(0),
-                rows,
-                ints.shape[2],
-                roots,
-                depth,
-                window,
-            ),
-            *(mask.shape[2], table[2].shape[1], last_position, trash, joined[0].shape[2] - roots),
-            WP=triton.next_power_of_2(roots),
-            LP=triton.next_power_of_2((depth + 1) * STREAMS.value),
-            TILE=TILE if roots < 8 else 64,
-            num_warps=4,
-            enable_fp_fusion=False,
-            maxnreg=REGISTERS,
-        )
+@operator(BEGIN, "int trash, int last_position")
+def begin(tensors: Tensors, trash: int, last_position: int) -> None:
+    """Do what `begin` of ops/cpu/iteration.py does."""
+    sizes = BEGIN.sizes(tensors)
+    roots = sizes["roots"]
+    launch(
+        begin_kernel,
+        tensors,
+        sizes | {"trash": trash, "last_position": last_position},
+        WP=triton.next_power_of_2(roots),
+        LP=triton.next_power_of_2((sizes["depth"] + 1) * STREAMS.value),
+        TILE=TILE if roots < 8 else 64,
+        num_warps=4,
+        enable_fp_fusion=False,
+        maxnreg=REGISTERS,
+    )
 
 
-@torch.library.custom_op("dsbd::extend", mutates_args="unknown")
+@operator(EXTEND, "int first, int layer, int drafts, int last_position, str rule, bool[] flags")
 def extend(
-    tokens: Tensor,
-    logprobs: Tensor,
-    buffer: Sequence[Tensor],
-    table: Sequence[Tensor],
-    position: Tensor,
-    keys: Tensor,
-    endings: Sequence[Tensor],
-    warp: Sequence[Tensor],
-    distribution: Sequence[Tensor],
-    shape: Sequence[int],
-    rule: str,
-    flags: Sequence[bool],
-    last_position: int,
+    tensors: Tensors, first: int, layer: int, drafts: int, last_position: int, rule: str, flags: Sequence[bool]
 ) -> None:
-    """Draft one layer as `BeamDrafter.drafts` and drafting.base.children do, and write the slots, positions and mask of
-    the new nodes.
-
-    tokens, logprobs [R, n, C]. endings: eos [V], table of the stop automaton. warp: temperature, top_k, top_p, min_p,
-    greedy. distribution: tokens and log_q [R, N, C] of the nodes that were drafted from, log_drawn and log_rest
-    [2, R, D, K] float64, to be written; or nothing. shape: the first of the nodes above, layer, K.
-    flags: of distribution.pool_constants.
-    """
-    rows, above, candidates = tokens.shape
-    first, layer, count = shape
-    ints, _, weights, _, ancestors, mask = buffer
-    used, common_prefix, positions, held = table
-    eos, automaton = endings
-    pairs = triton.next_power_of_2(above) * triton.next_power_of_2(candidates)
-    with torch.cuda.device_of(tokens):
-        extend_kernel[(rows,)](
-            *(tokens, logprobs, *buffer, positions, held, used, common_prefix, position, keys, eos, automaton, *warp),
-            *(distribution if distribution else (ints, weights, weights)),
-            *(rows, ints.shape[2], first, above, layer, keys.shape[1] - 1, candidates, count, ancestors.shape[2]),
-            *(mask.shape[2], positions.shape[1], automaton.shape[1], last_position),
-            NP=triton.next_power_of_2(above),
-            CP=triton.next_power_of_2(candidates),
-            KP=triton.next_power_of_2(count),
-            TILE=64,
-            DISTRIBUTION=bool(distribution),
-            **pool_constants(rule, flags, pairs),
-        )
-
-
-@begin.register_fake
-def _(*arguments: object) -> None:
-    return None
-
-
-@extend.register_fake
-def _(*arguments: object) -> None:
-    return None
+    """Do what `extend` of ops/cpu/iteration.py does. It also records the draft's distribution in `draft`, if that is
+    given: tokens and log_q of the nodes that were drafted from, log_drawn and log_rest."""
+    sizes, recorded = EXTEND.sizes(tensors), "draft_log_q" in tensors
+    sizes |= {"first": first, "layer": layer, "drafts": drafts, "last_position": last_position}
+    nodes, own = triton.next_power_of_2(sizes["above"]), triton.next_power_of_2(sizes["candidates"])
+    numbers, weight = tensors["forest_numbers"], tensors["forest_weight"]
+    launch(
+        extend_kernel,
+        {"draft_tokens": numbers, "draft_log_q": weight, "draft_log_left": weight, **tensors},
+        sizes,
+        NP=nodes,
+        CP=own,
+        KP=triton.next_power_of_2(drafts),
+        TILE=64,
+        DISTRIBUTION=recorded,
+        **pool_constants(rule, flags, nodes * own),
+    )

@@ -10,17 +10,9 @@ import torch
 
 from dsbd_cli.engine.core.candidates import CandidateCount, top_candidates
 from dsbd_cli.engine.core.distribution import pool_distribution
-from dsbd_cli.engine.core.noise import (
-    STREAMS,
-    extend_path,
-    gumbel,
-    path_gumbel,
-    seed_key,
-    stream_key,
-    stream_keys,
-    uniform,
-)
+from dsbd_cli.engine.core.noise import extend_path, gumbel, path_gumbel, seed_key, stream_key, stream_keys, uniform
 from dsbd_cli.engine.core.topk import BLOCKED_FROM
+from dsbd_cli.ops.layout import STREAMS
 from tests.helpers.layers import WARPED, warp_of
 from tests.oracles.rules import pool_distribution as oracle_pool_distribution
 

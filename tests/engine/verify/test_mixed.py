@@ -9,11 +9,12 @@ from torch import Tensor
 
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.engine.core.distribution import row_distribution
-from dsbd_cli.engine.core.noise import DRAFT, gumbel
+from dsbd_cli.engine.core.noise import gumbel
 from dsbd_cli.engine.core.sampler import entry_index
 from dsbd_cli.engine.drafting.base import LayerDrafts, merge_nodes, record_distribution
 from dsbd_cli.engine.verify.base import DraftedLayer
 from dsbd_cli.engine.verify.rules import make_rule
+from dsbd_cli.ops.layout import DRAFT
 from tests.engine.verify.test_oracles import LayerNoise, RowNoise, assert_same
 from tests.helpers.layers import WARPED, Layer, random_layer, warp_of
 from tests.oracles.mixed import MixedRule, Node, parent_nodes, pool_nodes

@@ -15,12 +15,13 @@ import pytest
 import torch
 
 from dsbd_cli.config.method import MethodConfig
-from dsbd_cli.engine.core.noise import ACCEPT, COMPLETION, RESIDUAL, gumbel, path_gumbel, uniform
+from dsbd_cli.engine.core.noise import gumbel, path_gumbel, uniform
 from dsbd_cli.engine.core.sampler import entry_index
 from dsbd_cli.engine.verify.base import LayerDraws
 from dsbd_cli.engine.verify.rejection import draft_log_probs_at
 from dsbd_cli.engine.verify.rules import make_rule
 from dsbd_cli.engine.verify.width import expected_width as expected_width_tensor
+from dsbd_cli.ops.layout import ACCEPT, COMPLETION, RESIDUAL
 from tests.helpers.layers import WARPED, Layer, random_layer
 from tests.oracles.rules import (
     Distribution,

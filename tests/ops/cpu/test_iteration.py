@@ -19,8 +19,9 @@ from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.engine.checks import kernels as checks
 from dsbd_cli.engine.core.candidates import CandidateCount, top_candidates
 from dsbd_cli.engine.decoding.engine import Engine
-from dsbd_cli.ops.cpu import iteration
+from dsbd_cli.ops.cpu import candidates, iteration
 from dsbd_cli.ops.interface import Ops
+from dsbd_cli.ops.layout import KERNELS, KernelTensors, Tensors
 from dsbd_cli.ops.select import ITERATION_KERNELS, NUMBA
 from dsbd_cli.ops.triton import differences
 from tests.helpers.iterations import OWN_LIMITS, SETTINGS, made
@@ -75,19 +76,44 @@ def test_iterations_are_those_of_tensor_code(name: str, monkeypatch: pytest.Monk
                 assert bool(calls) == served, "the wrong code ran"
 
 
+@pytest.mark.parametrize("rule", ["coupled", "search"])
+def test_tensors_are_those_of_the_declaration(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a kernel that writes what it is declared to read alone, and a shape that is declared wrong."""
+    real, ran = iteration._run, set[str]()
+
+    def watched(takes: KernelTensors, tensors: Tensors, numbers: dict[str, int], *more: int) -> None:
+        before, sizes = {name: value.clone() for name, value in tensors.items()}, dict(numbers)
+        real(takes, tensors, numbers, *more)
+        ran.add(takes.kernel)
+        written = {tensors[name].data_ptr() for name in takes.writes & set(tensors)}  # a history may be both
+        for tensor in takes.tensors:
+            if (value := tensors.get(tensor.name)) is None:
+                continue
+            sizes["slots"] = value.shape[2] if tensor.owner == "backlog" else numbers.get("slots", 0)  # 0 without one
+            assert list(value.shape) == [dim.of(sizes) for dim in tensor.shape], tensor.name
+            if value.data_ptr() not in written:
+                assert torch.equal(value.nan_to_num(nan=7.0), before[tensor.name].nan_to_num(nan=7.0)), tensor.name
+
+    monkeypatch.setattr(iteration, "_run", watched)
+    with torch.inference_mode():
+        for kernel in made({"rule": rule}, {"top_k": 5} if rule == "coupled" else {}, numba_ops):
+            if kernel.name in SERVED:
+                assert list(differences(kernel, CPU)) == []
+    assert ran == set(KERNELS)
+
+
 @pytest.mark.parametrize("change", ["token", "valid", "score"])
 def test_a_wrong_walk_is_found(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real = iteration.verify
 
-    def wrong(*arguments: Any) -> None:
-        real(*arguments)
-        finished, out = arguments[3], arguments[9]
+    def wrong(tensors: Tensors, *arguments: Any) -> None:
+        real(tensors, *arguments)
         if change == "token":
-            out[1][:, 0] += 1
+            tensors["live_token"][:, 0] += 1
         elif change == "valid":
-            out[3][:, -1] ^= True
+            tensors["live_valid"][:, -1] ^= True
         else:
-            finished[0][:, 0] += 0.1
+            tensors["finished_score"][:, 0] += 0.1
 
     monkeypatch.setattr(iteration, "verify", wrong)
     kernel = next(one for one in made({"rule": "search"}, {}, numba_ops) if one.name == "verify")
@@ -209,9 +235,9 @@ def test_candidates_have_the_bits_of_tensor_code(dtype: torch.dtype, count: int)
 def test_candidates_do_not_depend_on_threads() -> None:
     x = logits(torch.float32).repeat(8, 1, 1)
     torch.set_num_threads(1)
-    alone = iteration.candidates(x, 8)
+    alone = candidates.candidates(x, 8)
     torch.set_num_threads(2)
-    shared = iteration.candidates(x, 8)
+    shared = candidates.candidates(x, 8)
     assert alone is not None
     assert shared is not None
     for one, other in zip(alone, shared, strict=True):
@@ -219,9 +245,9 @@ def test_candidates_do_not_depend_on_threads() -> None:
 
 
 def test_candidates_that_the_kernel_does_not_read_are_left_to_tensor_code() -> None:
-    assert iteration.candidates(logits(torch.float32), iteration.MOST_CANDIDATES + 1) is None
-    assert iteration.candidates(logits(torch.float16), 4) is None
-    assert iteration.candidates(logits(torch.float32).transpose(1, 2), 4) is None
+    assert candidates.candidates(logits(torch.float32), candidates.MOST_CANDIDATES + 1) is None
+    assert candidates.candidates(logits(torch.float16), 4) is None
+    assert candidates.candidates(logits(torch.float32).transpose(1, 2), 4) is None
 
 
 def test_a_large_pool_is_drawn_as_tensor_code_draws_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,11 +27,11 @@ from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.engine.checks.kernels import IterationCase
 from dsbd_cli.engine.constraints.stops import StopTable
 from dsbd_cli.engine.core.forest_buffer import KernelBuffer
-from dsbd_cli.engine.core.noise import COMPLETION, DRAFT, RESIDUAL
 from dsbd_cli.engine.drafting.base import Endings
 from dsbd_cli.engine.iteration.iteration import Iteration, IterationShape
 from dsbd_cli.engine.iteration.iteration_kernels import verification_kernel
 from dsbd_cli.engine.iteration.state import BatchState, NewRow
+from dsbd_cli.ops.layout import COMPLETION, DRAFT, RESIDUAL
 from dsbd_cli.ops.triton import draft, verify
 from tests.exact.trees import ROOT, Beam, Model, Path, child
 from tests.ops.triton import DEVICE
@@ -108,7 +108,7 @@ class Noise:
             return (number("beams"), True) if "beams" in local else (0, False)
         stream = self.streams.get(key.handle.data.item(), DRAFT)
         if stream == DRAFT:
-            return number("count"), False
+            return number("drafts"), False
         return (number("missing"), True) if stream == COMPLETION else (int(number("may_draw")), False)
 
 

@@ -24,12 +24,32 @@ from dsbd_cli.engine.checks import kernels as twins
 from dsbd_cli.engine.checks.kernels import HISTORY, VOCABULARY, IterationCase
 from dsbd_cli.engine.iteration import stepper as step_module
 from dsbd_cli.engine.protocols import ForestInput
+from dsbd_cli.ops import layout
 from dsbd_cli.ops.select import ITERATION_KERNELS
+from dsbd_cli.ops.triton import commit, draft, verify
 
 LAYERS = 4
 LAUNCHES = 2 * LAYERS + 4
 MOVES = 2  # one per cache; the toy models have none
 MOST = {"coupled": 16, "search": 16, "rejection": 30}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "takes"),
+    [
+        (draft.begin_kernel, layout.BEGIN),
+        (draft.extend_kernel, layout.EXTEND),
+        (verify.verify_kernel, layout.VERIFY),
+        (commit.commit_kernel, layout.COMMIT),
+    ],
+    ids=layout.KERNELS,
+)
+def test_parameters_are_those_of_the_declaration(kernel: Any, takes: layout.KernelTensors) -> None:
+    """Guards a tensor that a kernel of a GPU lacks, and a parameter that nothing fills."""
+    declared = {tensor.name for tensor in takes.tensors if tensor.owner != "own"}
+    named = {name for name in kernel.arg_names if not name.isupper()}
+    assert declared <= named
+    assert named - declared <= {*layout.SIZES.values(), *layout.NUMBERS}
 
 
 class Launches(TorchDispatchMode):

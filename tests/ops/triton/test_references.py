@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from dsbd_cli.engine.checks.kernels import KERNELS
+from dsbd_cli.ops.layout import Tensors
 from dsbd_cli.ops.select import ITERATION_KERNELS
 from dsbd_cli.ops.triton import commit, differences, draft, verify
 from tests.helpers.iterations import OWN_LIMITS, SETTINGS, made
@@ -77,13 +78,12 @@ def test_every_kernel_in_use_has_a_reference() -> None:
 def test_a_wrong_walk_is_found(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real = verify.verify
 
-    def wrong(*arguments: Any) -> None:
-        real(*arguments)
-        out = arguments[9]
+    def wrong(tensors: Tensors, *arguments: Any) -> None:
+        real(tensors, *arguments)
         if place == "token":
-            out[1][:, 0] += 1
+            tensors["live_token"][:, 0] += 1
         else:
-            out[3][:, -1] ^= True
+            tensors["live_valid"][:, -1] ^= True
 
     monkeypatch.setattr(verify, "verify", wrong)
     kernel = next(one for one in made({"rule": "search"}, {}) if one.name == "verify")
