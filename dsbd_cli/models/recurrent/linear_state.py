@@ -13,6 +13,7 @@ from dsbd_cli.models.recurrent.memory import LayerMemory, TailCache, flat_tokens
 from dsbd_cli.models.recurrent.scans import PART, carried, chain, delta_chain, fold, last_sums, solve, weights
 from dsbd_cli.models.recurrent.tail import Shift, as_array
 from dsbd_cli.ops.cpu.scan import compiled as _kernels
+from dsbd_cli.ops.cpu.scan import recurrent_scan
 
 
 class LinearState(LayerMemory):
@@ -112,9 +113,9 @@ class LinearState(LayerMemory):
             asked = kernels.pairs(queries, arrays[0], held, plan.lines, plan.counts)
         if decays == 1 and beta is not None:
             alike = kernels.pairs(keys, arrays[0], held, plan.lines, plan.counts)
-        kernels.shared(
-            kernels.recurrent_scan, rows * heads, as_array(self.state_of(heads, dim, width)), numbers, held, queries,
-            values, step, betas, asked, alike, *arrays, *plan, as_array(y),
+        recurrent_scan(
+            as_array(self.state_of(heads, dim, width)), numbers, held, queries, values, step, betas, asked, alike,
+            *arrays, plan, as_array(y),
         )  # fmt: skip
         if places.chain:
             self._keep_last(read)
@@ -155,16 +156,15 @@ class LinearState(LayerMemory):
         self.planes["c"][:rows] -= last_sums(c, shift.count).unsqueeze(1)
 
     def _fold_by_kernel(self, shift: Shift) -> None:
-        state, rows, kernels, plan = self.state, len(shift.base), _kernels(), shift.plan(self.lead)
+        state, rows, plan = self.state, len(shift.base), shift.plan(self.lead)
         assert state is not None
         if plan.sizes.max() < 2:  # no state moves on
             return
         keys, inputs, decays = (as_array(self.planes[name]) for name in ("k", "u", "e"))
         index, none = np.arange(rows), np.zeros((1, 0, 0, 0), np.float32)
-        kernels.shared(
-            kernels.recurrent_scan, rows * state.shape[1], as_array(state), index, index, none, none.ravel(), 0,
-            none[0], none, none, keys, inputs, decays, *plan, none,
-        )  # fmt: skip
+        recurrent_scan(
+            as_array(state), index, index, none, none.ravel(), 0, none[0], none, none, keys, inputs, decays, plan, none
+        )
 
 
 class GroupedState(LinearState):

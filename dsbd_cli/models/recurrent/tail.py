@@ -18,7 +18,7 @@ from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.ops.cpu.scan import compiled as _kernels
 
 if TYPE_CHECKING:
-    from dsbd_cli.ops.cpu.kernels.scan import ScanMask, ScanSchedule
+    from dsbd_cli.ops.cpu.kernels.schedule import ScanMask, ScanSchedule
 
 
 class TailBuffer:

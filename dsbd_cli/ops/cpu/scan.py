@@ -1,8 +1,50 @@
-"""CPU kernels for recurrent layers. numba, which compiles kernels/scan.py, is imported when they are needed."""
+"""CPU kernels for recurrent layers. numba, which compiles them, is imported when they are needed.
+
+kernels/schedule.py plans a scan, kernels/scan.py computes it, and kernels/convolution.py has the short convolutions.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import functools
+from collections import namedtuple
 from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dsbd_cli.ops.cpu.runtime import CACHE_LINE, CpuKernel, fields, kernels, layout, offsets
+
+if TYPE_CHECKING:
+    from dsbd_cli.ops.cpu.kernels.schedule import ScanSchedule
+
+Array = NDArray[Any]
+_DTYPES = np.dtype(np.float32), np.dtype(np.int64)
+_ARRAYS = (
+    "state", "rows", "planes", "q", "v", "beta", "query_keys", "key_keys", "keys", "inputs", "decays",
+    "lines", "counts", "order", "groups", "sources", "blocks", "sizes", "used", "uses", "y",
+)  # fmt: skip
+
+
+class ScanArguments(ctypes.Structure):
+    """Arguments of the kernel: sizes, and addresses of arrays.
+
+    items: pairs of row and value head. dim, width: N and P. wide: P in whole tiles. places: of a plane. most,
+    most_used: groups and places in use of a row, at most. corrects: u is computed. channels: decays of a head. step:
+    numbers from one token's values to the next one's.
+    """
+
+    _fields_ = fields(
+        "taken", "threads", "items", "work", "work_bytes", "heads", "key_heads", "dim", "width", "wide", "places",
+        "nodes", "most", "most_used", "buffers", "corrects", "channels", "keep", "step", *_ARRAYS,
+    )  # fmt: skip
+
+
+_names = [field[0] for field in ScanArguments._fields_]
+AT: Any = namedtuple("Offsets", _names)(*offsets(ScanArguments))  # type: ignore[misc]
+LAYOUT = layout(ScanArguments)
 
 
 def compiled() -> ModuleType:
@@ -10,3 +52,41 @@ def compiled() -> ModuleType:
     from dsbd_cli.ops.cpu.kernels import scan
 
     return scan
+
+
+@functools.cache
+def _kernel() -> CpuKernel:
+    (kernel,) = kernels("scan", "recurrent_scan")
+    return kernel
+
+
+def recurrent_scan(
+    state: Array, rows: Array, planes: Array, q: Array, v: Array, step: int, beta: Array, query_keys: Array,
+    key_keys: Array, keys: Array, inputs: Array, decays: Array, plan: ScanSchedule, y: Array,
+) -> None:  # fmt: skip
+    """Add the results of a plan's nodes to y [R, n, H, P], and write the states that it keeps.
+
+    state: [., H, N, P]. keys, inputs, decays: planes [., places, ...] as `put` leaves them. rows, planes: [R] rows of
+    the states and of the planes. v, step: as in `put`. beta: [R, n, H], by which u is computed from v and stored; or
+    [R, n, 0] where the planes have u already. query_keys, key_keys: `pairs` of q, and of each node's own key where
+    there are betas; not read where decays are per channel. All arrays are contiguous, and float32 or int64.
+    """
+    heads, dim, width = state.shape[1:]
+    items, corrects, tile = len(rows) * heads, beta.shape[2] > 0, compiled().TILE
+    wide = -(-width // tile) * tile
+    arrays = (state, rows, planes, q, v, beta, query_keys, key_keys, keys, inputs, decays, *plan[:9], y)
+    for array in arrays:
+        assert array.flags.c_contiguous, array.shape
+        assert array.dtype in _DTYPES, array.dtype
+    memory = compiled().memory_bytes(dim, wide, keys.shape[1], plan.buffers)
+    memory = -(-memory // CACHE_LINE) * CACHE_LINE  # no two threads share a line of the cache
+    # a product with a state for each node and each group
+    nodes, most = plan.lines.shape[1], plan.groups.shape[1]
+    work = items * dim * width * (nodes * (1 + corrects) + most)
+    room = torch.empty(_kernel().threads(work, items), memory, dtype=torch.uint8, device="cpu")
+    arguments = ScanArguments(
+        0, 0, items, room.data_ptr(), memory, heads, keys.shape[2], dim, width, wide, keys.shape[1],
+        nodes, most, plan.used.shape[1], plan.buffers, corrects, decays.shape[3], plan.keep, step,
+        *(array.__array_interface__["data"][0] for array in arrays),
+    )  # fmt: skip
+    _kernel()(arguments, work, items)

@@ -6,7 +6,6 @@ covers, a correction or decay left out, a fold or chain that rounds otherwise th
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,9 @@ from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.models.recurrent import scans
 from dsbd_cli.models.recurrent.memory import flat_tokens
 from dsbd_cli.models.recurrent.tail import Shift, TailBuffer
+from dsbd_cli.ops.cpu import runtime
 from dsbd_cli.ops.cpu.kernels import scan
+from dsbd_cli.ops.cpu.scan import recurrent_scan
 from tests.models.recurrent.test_scans import Tree
 
 N, G, H = 6, 2, 4  # key dim, key heads, value heads
@@ -133,10 +134,7 @@ def answers(
     """y of a plan's nodes, beside what it is before."""
     y = np.zeros(own["v"].shape, np.float32) if y is None else y
     asked, alike = (scan.pairs(own[name], planes[0], held, plan.lines, plan.counts) for name in ("q", "k"))
-    scan.shared(
-        scan.recurrent_scan, len(rows) * H, state, rows, held, own["q"], *spread(own), own["beta"], asked, alike,
-        *planes, *plan, y,
-    )  # fmt: skip
+    recurrent_scan(state, rows, held, own["q"], *spread(own), own["beta"], asked, alike, *planes, plan, y)
     return y
 
 
@@ -254,7 +252,7 @@ def test_what_is_stored_is_scaled_and_y_begins_with_the_skipped_part() -> None:
 def test_the_last_tokens_of_the_common_prefix_come_up_front(count: int) -> None:
     """As in tensor code, in rows whose common prefix grows and rows whose common prefix does not."""
     width, base = LEAD + 5, torch.tensor([4, 40, 7])
-    plane = torch.randn(3, LEAD + width + 1, scan.lanes.LANES + 3, generator=torch.Generator().manual_seed(count))
+    plane = torch.randn(3, LEAD + width + 1, scan.LANES + 3, generator=torch.Generator().manual_seed(count))
     nobody = torch.empty(0, dtype=torch.int64)
     counts = torch.tensor([count, 0, 1])
     shift = Shift(nobody, nobody, base, base + counts, width, int(counts.max()))
@@ -278,35 +276,18 @@ def test_tokens_of_any_layout_become_lines() -> None:
                 assert (flat[token * step : token * step + size] == values.flatten().numpy()).all()
 
 
-def test_threads_share_the_heads() -> None:
-    """Guards pairs of row and head that no thread takes, or two."""
+def test_threads_share_the_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards pairs of row and head that no thread takes, or two, and memory that two threads work in."""
     data, tree = inputs(0, 9, False, scan.TILE + 1), Tree.random(0, 9)
     alone = Layer(data, 9, True).forest(tree, list(range(9)))
+    monkeypatch.setattr(runtime, "SMALL", 0)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
-        assert (Layer(data, 9, True).forest(tree, list(range(9))) == alone).all()
+        for _ in range(20):
+            assert (Layer(data, 9, True).forest(tree, list(range(9))) == alone).all()
     finally:
         torch.set_num_threads(before)
-
-
-def test_threads_are_as_many_as_torch_has() -> None:
-    """Guards a pool that keeps its first size."""
-    before = torch.get_num_threads()
-    try:
-        for count in (2, 3):
-            torch.set_num_threads(count)
-            together = threading.Barrier(count, timeout=20)
-            scan.shared(lambda first, last, together=together: together.wait(), 8)
-    finally:
-        torch.set_num_threads(before)
-
-
-def test_threads_are_not_made_anew_when_their_number_changes_and_changes_back() -> None:
-    """Guards a pool that is made in every iteration where target and draft, or two engines, use other numbers."""
-    first = scan._threads(2)
-    assert scan._threads(3) is not first
-    assert scan._threads(2) is first
 
 
 def test_states_are_overwritten_when_nobody_needs_them() -> None:
