@@ -82,7 +82,6 @@ def run_page(text: str, folder: Path) -> None:
         assert done.returncode == 0, f"{block}\nended with {done.returncode}:\n{done.stdout}{done.stderr}"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_marked_blocks_run(page: Path, folder: Path) -> None:
     text = page.read_text(encoding="utf-8")

@@ -17,7 +17,6 @@ import pytest
 from tests.scale.conftest import Job, kill, prompts, wait_until, wait_until_ended
 
 pytest.importorskip("ray")
-pytestmark = pytest.mark.slow
 
 Undisturbed = Callable[[int], list[object]]
 ROWS = 100
@@ -35,10 +34,13 @@ def below(process: int) -> list[psutil.Process]:
 
 
 def named(name: str, processes: list[psutil.Process]) -> list[int]:
-    """Those with this name, or with a command that has it."""
+    """Those that live and have this name, or a command that has it. The dead ones of the Ray before keep their name
+    until their parent has heard of them."""
     found = []
     for process in processes:
         with contextlib.suppress(psutil.Error):
+            if process.status() == psutil.STATUS_ZOMBIE:
+                continue
             if process.name() == name or any(name in word for word in process.cmdline()[:3]):
                 found.append(process.pid)
     return found
