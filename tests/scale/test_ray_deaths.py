@@ -128,6 +128,7 @@ def test_a_death_that_does_not_matter(name: str, own: OwnRay, undisturbed: Undis
 def test_a_second_death_ends_the_run_which_can_be_resumed(own: OwnRay, undisturbed: Undisturbed) -> None:
     process = own.begin()
     own.kill_at(process, 20, "raylet")
+    own.wait_for_restart(process)  # rows up to 60 may else come from the old Ray, and its GCS server is killed
     own.kill_at(process, 60, "gcs_server")
     code, _, err = own.end(process)
     assert code == 1, err
