@@ -56,7 +56,7 @@ def verify_with_kernel(
     flags = warp_flags(state.warp, stops=endings.stops.used, warps=rule.sampler.random)
     kernel.verify(tensors, forest.drafts_per_layer, state.method.rule, flags)
     report = verified["report"]
-    done, invalid, steps, width_sum = (report[:, place] for place in range(4))
+    done, invalid, steps, width_sum = (report[:, column] for column in range(4))
     counters = report[:, FIRST:].view(rows, forest.depth, len(LayerCounters._fields))
     before = None if state.trace is None else verified["before"]
     return VerifiedForest(live, steps, width_sum, done, invalid, counters, before, report)
