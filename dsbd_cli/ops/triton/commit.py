@@ -55,58 +55,14 @@ def texts(
 
 @triton.jit(do_not_specialize=["nodes", "roots", "depth", "ran", "beams", "window", "table_slots", "history"])
 def commit_kernel(
-    live_parent,
-    live_token,
-    live_valid,
-    live_weight,
-    live_logprob,
-    node_path,
-    node_stop_state,
-    node_root,
-    node_path_tokens,
-    node_ancestors,
-    endings_stops,
-    state_active,
-    table_used,
-    table_common_prefix,
-    table_drafted,
-    table_positions,
-    table_tokens,
-    beam_history,
-    beam_length,
-    beam_depth,
-    state_iteration,
-    finished_length,
-    finished_origin,
-    finished_node,
-    finished_token,
-    finished_tokens,
-    next_valid,
-    next_token,
-    next_weight,
-    next_logprob,
-    next_path,
-    next_stop_state,
-    next_ancestors,
-    next_history,
-    moved_source,
-    moved_target,
-    verified_report,
-    history_row,
-    nodes,
-    roots,
-    depth,
-    ran,
-    beams,
-    window,
-    table_slots,
-    history,
-    vocabulary,
-    WP: tl.constexpr,
-    TP: tl.constexpr,
-    TILE: tl.constexpr,
-    STOPS: tl.constexpr,
-):
+    live_parent, live_token, live_valid, live_weight, live_logprob, node_path, node_stop_state, node_root,
+    node_path_tokens, node_ancestors, endings_stops, state_active, table_used, table_common_prefix, table_drafted,
+    table_positions, table_tokens, beam_history, beam_length, beam_depth, state_iteration, finished_length,
+    finished_origin, finished_node, finished_token, finished_tokens, next_valid, next_token, next_weight,
+    next_logprob, next_path, next_stop_state, next_ancestors, next_history, moved_source, moved_target,
+    verified_report, history_row, nodes, roots, depth, ran, beams, window, table_slots, history, vocabulary,
+    WP: tl.constexpr, TP: tl.constexpr, TILE: tl.constexpr, STOPS: tl.constexpr,
+):  # fmt: skip
     """Commit one request. Every value is read before its place is written. A barrier separates the two where different
     warps do them."""
     row = tl.program_id(0).to(tl.int64)
@@ -139,37 +95,13 @@ def commit_kernel(
     for start in tl.range(0, end, TILE):
         column = start + tile
         found = texts(
-            finished_tokens,
-            h_old,
-            h_origin,
-            row_history,
-            h_root,
-            begun,
-            node_path_tokens,
-            row_nodes,
-            h_node,
-            h_token,
-            h_steps,
-            depth,
-            history,
-            column,
-        )
+            finished_tokens, h_old, h_origin, row_history, h_root, begun, node_path_tokens, row_nodes, h_node,
+            h_token, h_steps, depth, history, column,
+        )  # fmt: skip
         live = texts(
-            finished_tokens,
-            h_old,
-            none,
-            row_history,
-            n_root,
-            begun,
-            node_path_tokens,
-            row_nodes,
-            n_parent,
-            n_token,
-            steps + n_root * 0,
-            depth,
-            history,
-            column,
-        )
+            finished_tokens, h_old, none, row_history, n_root, begun, node_path_tokens, row_nodes, n_parent, n_token,
+            steps + n_root * 0, depth, history, column,
+        )  # fmt: skip
         tl.debug_barrier()
         some = kept[:, None] & (column < end)[None, :]
         tl.store(finished_tokens + mine[:, None] * history + column[None, :], found, mask=some)
@@ -229,17 +161,8 @@ def commit_kernel(
 
 @triton.jit(do_not_specialize=["moving", "rows", "slots", "pairs"])
 def move_kernel(
-    slab,
-    source,
-    target,
-    moving,
-    rows,
-    slots,
-    width,
-    pairs,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    slab, source, target, moving, rows, slots, width, pairs, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Move slots of one row of one plane, in order. No target is behind its source, so each slot is read before it is
     written."""
     program = tl.program_id(0).to(tl.int64)

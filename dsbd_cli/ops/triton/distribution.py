@@ -227,21 +227,9 @@ def from_best(x):
 
 @triton.jit
 def pool_distribution(
-    logprobs,
-    weight,
-    temperature,
-    top_k,
-    top_p,
-    min_p,
-    greedy,
-    TOP_K: tl.constexpr,
-    TOP_P: tl.constexpr,
-    MIN_P: tl.constexpr,
-    GREEDY: tl.constexpr,
-    BEAM: tl.constexpr,
-    NP: tl.constexpr,
-    CP: tl.constexpr,
-):
+    logprobs, weight, temperature, top_k, top_p, min_p, greedy, TOP_K: tl.constexpr, TOP_P: tl.constexpr,
+    MIN_P: tl.constexpr, GREEDY: tl.constexpr, BEAM: tl.constexpr, NP: tl.constexpr, CP: tl.constexpr,
+):  # fmt: skip
     """Compute `pool_distribution` of engine/core/distribution.py for one request: log_p and weight [NP, CP].
 
     logprobs: [NP, CP], -inf in the padding. weight: [NP], -inf for dead beams. BEAM: each beam's row is warped by

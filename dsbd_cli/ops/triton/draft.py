@@ -43,42 +43,12 @@ TILE = 256  # slots of a mask that are written at a time
 
 @triton.jit(do_not_specialize=["rows", "nodes", "roots", "depth", "window", "slots", "table_slots", "backlog_nodes"])
 def begin_kernel(
-    beam_token,
-    beam_path,
-    beam_stop_state,
-    beam_valid,
-    beam_weight,
-    beam_ancestors,
-    beam_depth,
-    table_used,
-    table_common_prefix,
-    table_positions,
-    table_tokens,
-    state_row_key,
-    state_iteration,
-    forest_numbers,
-    forest_flags,
-    forest_weight,
-    forest_path_tokens,
-    forest_ancestors,
-    forest_mask,
-    noise_keys,
-    backlog_numbers,
-    backlog_mask,
-    rows,
-    nodes,
-    roots,
-    depth,
-    window,
-    slots,
-    table_slots,
-    last_position,
-    trash,
-    backlog_nodes,
-    WP: tl.constexpr,
-    LP: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    beam_token, beam_path, beam_stop_state, beam_valid, beam_weight, beam_ancestors, beam_depth, table_used,
+    table_common_prefix, table_positions, table_tokens, state_row_key, state_iteration, forest_numbers, forest_flags,
+    forest_weight, forest_path_tokens, forest_ancestors, forest_mask, noise_keys, backlog_numbers, backlog_mask, rows,
+    nodes, roots, depth, window, slots, table_slots, last_position, trash, backlog_nodes, WP: tl.constexpr,
+    LP: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Write the roots, the input of their forward, and the keys of the streams. If there are `draft_backlog` tokens
     that the draft has not run, also write the input of a forward that runs them first."""
     row = tl.program_id(0).to(tl.int64)
@@ -192,56 +162,14 @@ def record_distribution(
 
 @triton.jit(do_not_specialize=["rows", "nodes", "first", "above", "layer", "depth", "drafts", "window", "slots"])
 def extend_kernel(
-    candidate_tokens,
-    candidate_logprobs,
-    forest_numbers,
-    forest_flags,
-    forest_weight,
-    forest_path_tokens,
-    forest_ancestors,
-    forest_mask,
-    table_positions,
-    table_tokens,
-    table_used,
-    table_common_prefix,
-    beam_depth,
-    noise_keys,
-    endings_eos,
-    endings_stops,
-    warp_temperature,
-    warp_top_k,
-    warp_top_p,
-    warp_min_p,
-    warp_greedy,
-    draft_tokens,
-    draft_log_q,
-    draft_log_left,
-    rows,
-    nodes,
-    first,
-    above,
-    layer,
-    depth,
-    candidates,
-    drafts,
-    window,
-    slots,
-    table_slots,
-    vocabulary,
-    last_position,
-    NP: tl.constexpr,
-    CP: tl.constexpr,
-    KP: tl.constexpr,
-    TILE: tl.constexpr,
-    RULE: tl.constexpr,
-    STOPS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    TOP_P: tl.constexpr,
-    MIN_P: tl.constexpr,
-    GREEDY: tl.constexpr,
-    BEAM: tl.constexpr,
-    DISTRIBUTION: tl.constexpr,
-):
+    candidate_tokens, candidate_logprobs, forest_numbers, forest_flags, forest_weight, forest_path_tokens,
+    forest_ancestors, forest_mask, table_positions, table_tokens, table_used, table_common_prefix, beam_depth,
+    noise_keys, endings_eos, endings_stops, warp_temperature, warp_top_k, warp_top_p, warp_min_p, warp_greedy,
+    draft_tokens, draft_log_q, draft_log_left, rows, nodes, first, above, layer, depth, candidates, drafts, window,
+    slots, table_slots, vocabulary, last_position, NP: tl.constexpr, CP: tl.constexpr, KP: tl.constexpr,
+    TILE: tl.constexpr, RULE: tl.constexpr, STOPS: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr,
+    MIN_P: tl.constexpr, GREEDY: tl.constexpr, BEAM: tl.constexpr, DISTRIBUTION: tl.constexpr,
+):  # fmt: skip
     """Draw `count` drafts below the `above` nodes from `first` on, and write them as the nodes behind those."""
     row = tl.program_id(0).to(tl.int64)
     plane = rows.to(tl.int64) * nodes
@@ -262,21 +190,9 @@ def extend_kernel(
         log_q = weight[:, None] + logprob
     else:
         log_q, joint = pool_distribution(
-            logprob,
-            weight,
-            tl.load(warp_temperature + row),
-            tl.load(warp_top_k + row),
-            tl.load(warp_top_p + row),
-            tl.load(warp_min_p + row),
-            tl.load(warp_greedy + row) != 0,
-            TOP_K,
-            TOP_P,
-            MIN_P,
-            GREEDY,
-            BEAM,
-            NP,
-            CP,
-        )
+            logprob, weight, tl.load(warp_temperature + row), tl.load(warp_top_k + row), tl.load(warp_top_p + row),
+            tl.load(warp_min_p + row), tl.load(warp_greedy + row) != 0, TOP_K, TOP_P, MIN_P, GREEDY, BEAM, NP, CP,
+        )  # fmt: skip
     allowed = tl.where(real, log_q, NEG_INF)
     if RULE != REJECTION:  # the only rule that uses drafts that end
         ends = ending_of(
@@ -372,16 +288,10 @@ def begin(tensors: Tensors, trash: int, last_position: int) -> None:
     sizes = BEGIN.sizes(tensors)
     roots = sizes["roots"]
     launch(
-        begin_kernel,
-        tensors,
-        sizes | {"trash": trash, "last_position": last_position},
-        WP=triton.next_power_of_2(roots),
-        LP=triton.next_power_of_2((sizes["depth"] + 1) * STREAMS.value),
-        TILE=TILE if roots < 8 else 64,
-        num_warps=4,
-        enable_fp_fusion=False,
-        maxnreg=REGISTERS,
-    )
+        begin_kernel, tensors, sizes | {"trash": trash, "last_position": last_position},
+        WP=triton.next_power_of_2(roots), LP=triton.next_power_of_2((sizes["depth"] + 1) * STREAMS.value),
+        TILE=TILE if roots < 8 else 64, num_warps=4, enable_fp_fusion=False, maxnreg=REGISTERS,
+    )  # fmt: skip
 
 
 @operator(EXTEND, "int first, int layer, int drafts, int last_position, str rule, bool[] flags")

@@ -143,71 +143,17 @@ def ranked(log_p, path, token, greedy, ending, pairs, beams, w, flat, RULE: tl.c
 
 @triton.jit(do_not_specialize=["nodes", "candidates", "drafts", "roots", "depth", "beams", "draft_candidates"])
 def verify_kernel(
-    candidate_tokens,
-    candidate_logprobs,
-    node_path,
-    node_stop_state,
-    node_parent,
-    node_token,
-    node_valid,
-    node_drafter_id,
-    node_sampled,
-    beam_valid,
-    beam_weight,
-    beam_logprob,
-    beam_length,
-    finished_score,
-    finished_logprob,
-    finished_length,
-    finished_by_length,
-    finished_origin,
-    finished_node,
-    finished_token,
-    endings_eos,
-    endings_stops,
-    warp_temperature,
-    warp_top_k,
-    warp_top_p,
-    warp_min_p,
-    warp_greedy,
-    state_active,
-    limits_max_new,
-    limits_length_penalty,
-    limits_early,
-    noise_keys,
-    draft_tokens,
-    draft_log_q,
-    draft_log_left,
-    live_parent,
-    live_token,
-    live_node,
-    live_valid,
-    live_weight,
-    live_logprob,
-    verified_before,
-    verified_report,
-    nodes,
-    candidates,
-    drafts,
-    roots,
-    depth,
-    beams,
-    vocabulary,
-    draft_candidates,
-    rows,
-    WP: tl.constexpr,
-    CP: tl.constexpr,
-    KP: tl.constexpr,
-    RULE: tl.constexpr,
-    STOPS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    TOP_P: tl.constexpr,
-    MIN_P: tl.constexpr,
-    GREEDY: tl.constexpr,
-    BEAM: tl.constexpr,
-    STEPS: tl.constexpr,
+    candidate_tokens, candidate_logprobs, node_path, node_stop_state, node_parent, node_token, node_valid,
+    node_drafter_id, node_sampled, beam_valid, beam_weight, beam_logprob, beam_length, finished_score,
+    finished_logprob, finished_length, finished_by_length, finished_origin, finished_node, finished_token,
+    endings_eos, endings_stops, warp_temperature, warp_top_k, warp_top_p, warp_min_p, warp_greedy, state_active,
+    limits_max_new, limits_length_penalty, limits_early, noise_keys, draft_tokens, draft_log_q, draft_log_left,
+    live_parent, live_token, live_node, live_valid, live_weight, live_logprob, verified_before, verified_report,
+    nodes, candidates, drafts, roots, depth, beams, vocabulary, draft_candidates, rows, WP: tl.constexpr,
+    CP: tl.constexpr, KP: tl.constexpr, RULE: tl.constexpr, STOPS: tl.constexpr, TOP_K: tl.constexpr,
+    TOP_P: tl.constexpr, MIN_P: tl.constexpr, GREEDY: tl.constexpr, BEAM: tl.constexpr, STEPS: tl.constexpr,
     Q_STEPS: tl.constexpr,
-):
+):  # fmt: skip
     """Verify all layers of one request: write its final beams, its finished hypotheses and the counters."""
     row = tl.program_id(0).to(tl.int64)
     w = tl.arange(0, WP)
@@ -257,21 +203,10 @@ def verify_kernel(
             joint = raw
         else:
             log_p, joint = pool_distribution(
-                lp,
-                tl.where(alive, weight, NEG_INF),
-                tl.load(warp_temperature + row),
-                tl.load(warp_top_k + row),
-                tl.load(warp_top_p + row),
-                tl.load(warp_min_p + row),
-                tl.load(warp_greedy + row) != 0,
-                TOP_K,
-                TOP_P,
-                MIN_P,
-                GREEDY,
-                BEAM,
-                WP,
-                CP,
-            )
+                lp, tl.where(alive, weight, NEG_INF), tl.load(warp_temperature + row), tl.load(warp_top_k + row),
+                tl.load(warp_top_p + row), tl.load(warp_min_p + row), tl.load(warp_greedy + row) != 0, TOP_K, TOP_P,
+                MIN_P, GREEDY, BEAM, WP, CP,
+            )  # fmt: skip
             log_p = tl.where(real, log_p, NEG_INF)
         ends = ending_of(endings_eos, endings_stops, node_stop_state + base + known, tok, kept, real, vocabulary, STOPS)
         ending = tl.reshape(ends & real, (WP * CP,))
@@ -316,34 +251,14 @@ def verify_kernel(
             log_q = tl.where(q_hit, tl.load(draft_log_q + q_start + q_column, mask=q_hit, other=NEG_INF), NEG_INF)
             log_q64 = tl.reshape(log_q, (WP * CP,)).to(tl.float64)
             left, residual, ended, chosen, drawn, drafted_as, accepted, live = tested(
-                tl.reshape(log_p, (WP * CP,)).to(tl.float64),
-                log_q64,
-                d_index,
-                d_sampled,
-                d_ends,
-                bound,
-                log_rest,
-                tl.where(layer < depth, drafts, 0),
-                beams,
-                w,
-                k,
-                flat,
-            )
+                tl.reshape(log_p, (WP * CP,)).to(tl.float64), log_q64, d_index, d_sampled, d_ends, bound, log_rest,
+                tl.where(layer < depth, drafts, 0), beams, w, k, flat,
+            )  # fmt: skip
             chosen, drawn, ended = completed(
-                left,
-                residual,
-                ending,
-                tl.reshape((w.to(tl.int64) << 32)[:, None] + tok + 1, (WP * CP,)),
-                tl.load(keys_at + RESIDUAL),
-                tl.load(keys_at + COMPLETION),
-                live,
-                beams,
-                chosen,
-                drawn,
-                ended,
-                w,
+                left, residual, ending, tl.reshape((w.to(tl.int64) << 32)[:, None] + tok + 1, (WP * CP,)),
+                tl.load(keys_at + RESIDUAL), tl.load(keys_at + COMPLETION), live, beams, chosen, drawn, ended, w,
                 flat,
-            )
+            )  # fmt: skip
             countable = drawn
         else:
             path_of = tl.load(node_path + base + known, mask=kept, other=0)
@@ -409,25 +324,9 @@ def verify_kernel(
             e_node = vector_at(known, w, e_index // CP)
             e_token = tl.load(candidate_tokens + (base + e_node) * candidates + e_index % CP, mask=kept, other=0)
             score, h_logprob, h_length, h_by_length, h_origin, h_node, h_token = best_finished(
-                score,
-                h_logprob,
-                h_length,
-                h_by_length,
-                h_origin,
-                h_node,
-                h_token,
-                e_score,
-                e_logprob,
-                e_node,
-                e_token,
-                cut_score,
-                n_logprob,
-                n_parent,
-                n_token,
-                reached,
-                beams,
-                w,
-            )
+                score, h_logprob, h_length, h_by_length, h_origin, h_node, h_token, e_score, e_logprob, e_node,
+                e_token, cut_score, n_logprob, n_parent, n_token, reached, beams, w,
+            )  # fmt: skip
         # the end test
         node = n_node
         alive = drawn
