@@ -9,16 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from dsbd_cli.ops import reference
-
-if TYPE_CHECKING:
-    from dsbd_cli.ops.cpu.program import Program
-    from dsbd_cli.ops.cpu.runtime import Eager
+from dsbd_cli.ops.run import Programs
 
 Backend = Literal["torch", "numba", "triton"]
 
@@ -31,13 +28,34 @@ class OpChoice(NamedTuple):
     reason: str
 
 
+LEAST_WEIGHTS = 100_000  # smaller products are not quantized: their weights stay in a cache
+
+
 class Linear(Protocol):
     """A product x W^T + b of one layer, or of several layers with the same input. parts: number of outputs of each."""
 
     parts: list[int]
 
-    def compute(self, x: Tensor, run: Eager = ...) -> Tensor:
+    @property
+    def weights(self) -> Sequence[Tensor]:
+        """The weights as they are stored."""
+        ...
+
+    @property
+    def compiled(self) -> bool:
+        """Whether one of our kernels computes it."""
+        ...
+
+    def compute(self, x: Tensor) -> Tensor:
         """Compute the product: x [..., i] -> [..., o]."""
+        ...
+
+
+class PackedLinear(Linear, Protocol):
+    """A product with packed weights."""
+
+    def with_bias(self, bias: Tensor) -> PackedLinear:
+        """Return the product of the same weights with a bias [o]."""
         ...
 
 
@@ -66,13 +84,14 @@ class Ops:
     """The operations on one device, each by the backend that serves there. `Ops()` is plain torch; select.py makes all
     others.
 
-    Operations of a decoder layer. reference.py specifies them. The last argument is a `run`, which computes at once or
-    writes a program:
-        norm: takes x [..., H] and a tensor that is added to it first; returns the normalised sum and the sum [..., H].
+    Operations of a decoder layer. reference.py specifies them:
+        norm: takes a norm, x [..., H] and a tensor that is added to it first; returns the normalised sum and the sum
+            [..., H].
         gated: takes gates and values side by side [..., 2 I]; returns [..., I].
         rotate: takes queries, keys and values side by side [R, n, (Q + 2 K) E]; returns the queries [R, Q, n, E] and
             writes keys and values to their slots.
-        program: records the kernels of a forward, to be run again. None: each kernel runs when it is called.
+        program: returns memory in which forwards are recorded as programs (run.py). None: each kernel runs when it is
+            called.
     Operations of all models:
         linear: takes weights [o, i] and biases [o] of layers; returns one product, or None if the layers stay as they
             are.
@@ -101,7 +120,7 @@ class Ops:
     norm: Callable[..., tuple[Tensor, Tensor]] = reference.norm
     gated: Callable[..., Tensor] = reference.gated
     rotate: Callable[..., Tensor] = reference.rotate
-    program: type[Program] | None = None
+    program: Callable[[], Programs] | None = None
     linear: Callable[[Sequence[Tensor], Sequence[Tensor | None]], Linear | None] = reference.linear
     pick: Callable[[Tensor, torch.dtype], RowsLinear] = reference.PickedRows
     path_attention: Callable[..., Tensor] | None = None

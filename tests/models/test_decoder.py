@@ -44,9 +44,9 @@ from dsbd_cli.models.load_model import load_model
 from dsbd_cli.models.verdicts import Verdict
 from dsbd_cli.ops import select
 from dsbd_cli.ops.cpu.program import Arena, Program
-from dsbd_cli.ops.cpu.runtime import cache_folder
 from dsbd_cli.ops.select import packing_works
 from dsbd_cli.requests import Request
+from dsbd_cli.user_cache import cache_folder
 from tests.helpers.checkpoints import numbers, save
 from tests.helpers.kernels import refuse, replaced, serves
 from tests.helpers.toys import NumberCodec
@@ -550,9 +550,10 @@ def test_a_cache_that_has_moved_gets_other_programs(loaded: Loads) -> None:
             wanted = answers(target, [prompt(length)], SEARCH)
         assert answers(target, [prompt(length)], SEARCH) == wanted
         assert target._programs
-        assert target._arena.nbytes
+        assert isinstance(target._program_memory, Arena)
+        assert target._program_memory.nbytes
         target.release()
-        assert (target._programs, target._arena.nbytes) == ({}, 0)
+        assert (target._programs, target._program_memory) == ({}, None)
     ids, logits = tokens(1, 5), []
     for slots in (64, 128):
         target.reserve(1, slots)  # the memory grows, and so moves
@@ -574,7 +575,8 @@ def test_longer_prompts_do_not_pile_up(loaded: Loads) -> None:
         prefill(target, [0], [prompt(length)], trash=299, apart=True)
     blocks = {id(kept): kept for made in target._programs.values() for kept in made.program._kept}
     held = sum(kept.nbytes for kept in blocks.values() if isinstance(kept, Tensor) and kept.dtype == torch.uint8)
-    assert 0 < held < 3 * target._arena.nbytes
+    assert isinstance(target._program_memory, Arena)
+    assert 0 < held < 3 * target._program_memory.nbytes
     target.release()
 
 

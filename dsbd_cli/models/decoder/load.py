@@ -71,8 +71,7 @@ def build_decoder(
     """
     decoder_spec = checkpoint.spec
     weights = read_weights(decoder_spec, checkpoint.tensors, checkpoint.dtype, head)
-    if checkpoint.device.type != "cpu":
-        weights.to(checkpoint.device)
+    weights.to(checkpoint.device)
     ops = decoder_ops(decoder_spec, checkpoint.device, checkpoint.dtype, kernels)
     model = DecoderForestModel(Decoder(decoder_spec, weights, ops), spec.source, settings, stock)
     if head is not None:

@@ -7,7 +7,7 @@ Letters as in models/recurrent/states.py.
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,10 +15,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dsbd_cli.engine.protocols import ForestInput
-from dsbd_cli.ops.cpu.scan import compiled as _kernels
+from dsbd_cli.ops.select import ops_for
 
-if TYPE_CHECKING:
-    from dsbd_cli.ops.cpu.kernels.scan import ScanMask, ScanSchedule
+Schedule = Any
+"""The order in which a kernel takes tokens into states, made by the kernels and for them alone."""
+
+
+def scan_kernels() -> Any:
+    """Return the kernels of recurrent layers on a CPU, the module that `Ops.scan` returns."""
+    scan = ops_for(torch.device("cpu"), torch.float32, ("scan",)).scan
+    assert scan is not None
+    return scan()
 
 
 class TailBuffer:
@@ -38,7 +45,7 @@ class TailBuffer:
         self._moved: dict[torch.device, TailBuffer] = {}
         self._back: dict[int, Tensor] = {}
         self._flat: dict[int, Tensor] = {}
-        self._plans: dict[int, ScanSchedule] = {}
+        self._plans: dict[int, Schedule] = {}
         self._taps: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
 
     def on(self, device: torch.device) -> TailBuffer:
@@ -120,11 +127,11 @@ class TailBuffer:
         return self._back[taps]
 
     @cached_property
-    def scan_mask(self) -> ScanMask:
+    def scan_mask(self) -> Any:
         """`seen`, `at` and `depths` as kernels take them."""
         batch = self.batch
         parts = (as_array(part) for part in (batch.mask, batch.slots, batch.slot_positions, self.base))
-        return _kernels().scan_mask(*parts, self.width, self.trash)
+        return scan_kernels().scan_mask(*parts, self.width, self.trash)
 
     @cached_property
     def rows_of_planes(self) -> NDArray[np.int64]:
@@ -136,18 +143,20 @@ class TailBuffer:
         if lead not in self._taps:
             own = self.scan_mask
             positions, base = as_array(self.batch.positions), as_array(self.base)
-            self._taps[lead] = _kernels().taps(own.seen, own.at, own.depths, positions, base, self.rows_of_planes, lead)
+            self._taps[lead] = scan_kernels().taps(
+                own.seen, own.at, own.depths, positions, base, self.rows_of_planes, lead
+            )
         return self._taps[lead]
 
-    def plan(self, lead: int) -> ScanSchedule:
+    def plan(self, lead: int) -> Schedule:
         """Return the schedule of a kernel over planes [rows, lead + T + 1, ...], or for a chain over planes [R, lead +
         n, ...]."""
         if lead not in self._plans:
             base = as_array(self.base)
             if self.chain:
-                plan = _kernels().chain(base, as_array(self.lengths), self.real.shape[1], lead)
+                plan = scan_kernels().chain(base, as_array(self.lengths), self.real.shape[1], lead)
             else:
-                plan = _kernels().forest(*self.scan_mask[:3], base, lead)
+                plan = scan_kernels().forest(*self.scan_mask[:3], base, lead)
             self._plans[lead] = plan
         return self._plans[lead]
 
@@ -189,7 +198,7 @@ class Shift:
         self.sources, self.targets, self.base, self.common_prefix = sources, targets, base, common_prefix
         self.width, self.most = width, most
         # by number of places before the suffix
-        self._plans: dict[int, ScanSchedule] = {}
+        self._plans: dict[int, Schedule] = {}
         self._moves: dict[int, tuple[Tensor, Tensor]] = {}
         self._last_tokens: dict[int, Tensor] = {}
 
@@ -222,11 +231,11 @@ class Shift:
         int64."""
         return (self.base.unsqueeze(1) + torch.arange(self.most, device=self.base.device)) % self.width
 
-    def plan(self, lead: int) -> ScanSchedule:
+    def plan(self, lead: int) -> Schedule:
         """Return the schedule by which a kernel takes the tokens that join the common prefix into states."""
         if lead not in self._plans:
             parts = (as_array(part) for part in (self.base, self.count, self.joined))
-            self._plans[lead] = _kernels().fold(*parts, lead)
+            self._plans[lead] = scan_kernels().fold(*parts, lead)
         return self._plans[lead]
 
     def first(self, plane: Tensor, lead: int = 0) -> Tensor:

@@ -1,9 +1,8 @@
 """Programs: the kernels of one forward's layers as a table of addresses, run by one compiled loop.
 
 With few nodes a kernel between two products takes some microseconds, and Python takes several times as long to call it.
-A `Program` is passed to the operations of a forward in place of `runtime.EAGER`. It records the kernels that they would
-have run, with fixed memory, and runs them again and again. Before each run the caller writes the inputs to the same
-memory.
+A `Program` records the kernels that the operations of a forward would have run (ops/run.py), with fixed memory, and
+runs them again and again.
 """
 
 from __future__ import annotations
@@ -17,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsbd_cli.ops.cpu.runtime import CpuKernel, Eager, Results, fields, kernels, layout, offsets, team_address
+from dsbd_cli.ops.cpu.runtime import CpuKernel, fields, kernels, layout, offsets, team_address
+from dsbd_cli.ops.run import Kernel, Made, Results, recording
 
 Step = Callable[[], object]
 
@@ -60,9 +60,17 @@ class Arena:
         self._next += 1
         return self._part[self._next - 1]
 
+    def record(self, function: Callable[[], Made]) -> tuple[Program, Made]:
+        """Record the operations that a function calls. Return the program and what the function returns."""
+        program = Program(self)
+        with recording(program):
+            made = function()
+        program.close()
+        return program, made
 
-class Program(Eager):
-    """A `run` that records the kernels that operations call, to be run again and again.
+
+class Program:
+    """The kernels that operations have called, to be run again and again.
 
     Operations of torch (`compute`) also run once while the program is built, on whatever its memory contains, which
     shows the shapes of their results. At each run they write their results to the program's memory.
@@ -85,7 +93,7 @@ class Program(Eager):
         self._kept.append(block)
         return block[: count * dtype.itemsize].view(dtype).view(shape)
 
-    def launch(self, kernel: CpuKernel, arguments: ctypes.Structure, work: int, items: int, *kept: Tensor) -> None:
+    def launch(self, kernel: Kernel, arguments: ctypes.Structure, work: int, items: int, *kept: Tensor) -> None:
         self._calls.append((kernel.address, ctypes.addressof(arguments), kernel.threads(work, items)))
         self._kept.append((arguments, kept))
         self._last = arguments

@@ -18,12 +18,11 @@ import functools
 import torch
 from torch import Tensor
 
+from dsbd_cli.ops import run
 from dsbd_cli.ops.cpu.linear import COLUMNS
 from dsbd_cli.ops.cpu.runtime import (
-    EAGER,
     FLOATS,
     CpuKernel,
-    Eager,
     features,
     fields,
     kernels,
@@ -72,14 +71,7 @@ def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    counts: Tensor,
-    scale: float,
-    *,
-    rows: Tensor | None = None,
-    run: Eager = EAGER,
+    query: Tensor, key: Tensor, value: Tensor, counts: Tensor, scale: float, *, rows: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attend with query [R, H * G, n, E] to the first slots of key and value [R', H, S, E].
 
