@@ -185,8 +185,7 @@ def _suits(linear: nn.Linear | Conv1D, least: int, fewest: int) -> bool:
     hooked = bool(linear._forward_hooks or linear._forward_pre_hooks or hasattr(linear, "_hf_hook"))
     # a layer with a forward of its own, or with weights in the form of a quantised checkpoint
     hooked |= type(linear) not in (nn.Linear, Conv1D) or "forward" in vars(linear)
-    hooked |= type(weight.data) is not Tensor
-    plain = weight.device.type == "cpu" and not hooked and (bias is None or bias.dtype == weight.dtype)
+    plain = _plain(weight, 2) and not hooked and (bias is None or bias.dtype == weight.dtype)
     outputs, inputs = weight_of(linear).shape
     return plain and weight.is_floating_point() and inputs >= fewest and outputs >= least
 

@@ -55,8 +55,7 @@ class MtpForestModel(TargetHead, CausalForestModel):
         return replace(found, held_bytes=found.held_bytes - shared)
 
     def pack(self) -> None:
-        if self.device.type == "cpu":
-            pack(self.module)
+        pack(self.module)
 
     def quantize(self) -> int:
         made = quantize(self.module, self._read_random)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dsbd_cli.engine.protocols import ForestInput
+from dsbd_cli.ops.devices import host_reads
 from dsbd_cli.ops.select import ops_for
 
 Schedule = Any
@@ -181,7 +182,7 @@ class TailBuffer:
         different numbers of them. On a GPU these are all T places, because counting them would make the host wait."""
         used = self.seen.any(1)
         found = torch.argsort(torch.where(used, self.depths, self.depths.max() + 1), dim=1, stable=True)
-        return found[:, : int(used.sum(1).max())] if found.device.type == "cpu" else found
+        return found[:, : int(used.sum(1).max())] if host_reads(found.device) else found
 
 
 class Shift:
@@ -214,7 +215,7 @@ class Shift:
             for own, slots in zip(inside, (src_slots, dst_slots), strict=True)
         )
         most = width
-        if base.device.type == "cpu":  # the host may read a number here; a GPU would have to wait for it
+        if host_reads(base.device):
             most = int((common_prefix - base).max().clamp(0, width))
             moved = ((src_slots != dst_slots) & inside[1]).flatten().nonzero().squeeze(1)
             here, there = here.index_select(0, moved), there.index_select(0, moved)
