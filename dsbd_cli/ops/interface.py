@@ -18,6 +18,7 @@ from dsbd_cli.ops import reference
 from dsbd_cli.ops.run import Programs
 
 Backend = Literal["torch", "numba", "triton"]
+LEAST_WEIGHTS = 100_000  # smaller products are not quantized: their weights stay in a cache
 
 
 class OpChoice(NamedTuple):
@@ -28,7 +29,12 @@ class OpChoice(NamedTuple):
     reason: str
 
 
-LEAST_WEIGHTS = 100_000  # smaller products are not quantized: their weights stay in a cache
+def host_reads(device: torch.device) -> bool:
+    """Return whether the host may read a device's numbers in the middle of an iteration: those of the CPU.
+
+    Another device would stop for it. There all iterations of a shape are alike, so that they can be captured.
+    """
+    return device.type == "cpu"
 
 
 class Linear(Protocol):

@@ -12,7 +12,6 @@ import torch
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.engine.protocols import EncoderDecoderModel
 from dsbd_cli.errors import RowError, UnsupportedModelError, one_line
-from dsbd_cli.ops.devices import synchronise
 from dsbd_cli.requests import Request, RequestResult
 
 if TYPE_CHECKING:
@@ -79,7 +78,8 @@ def captured_otherwise(engine: Engine) -> str | None:
 def _answers(device: torch.device) -> bool:
     """Return whether a GPU still computes, because after some errors it does nothing more for its process."""
     try:
-        synchronise(device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
     except RuntimeError:
         return False
     return True

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from dsbd_cli.engine.core.topk import BLOCKED_FROM, BLOCKS, NEG_INF, best_tokens
 from dsbd_cli.ops import reference
-from dsbd_cli.ops.devices import host_reads
-from dsbd_cli.ops.interface import Ops
+from dsbd_cli.ops.interface import Ops, host_reads
 from dsbd_cli.ops.select import ops_for
 
 LOGITS_PER_PART = 1 << 21  # read at a time on a CPU: enough for all threads, few enough for the processor's cache

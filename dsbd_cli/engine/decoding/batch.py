@@ -24,7 +24,7 @@ from dsbd_cli.engine.iteration.request_state import RequestState
 from dsbd_cli.engine.iteration.state import BatchState, NewRow
 from dsbd_cli.engine.planning.planner import DraftWork, Shape, deepest
 from dsbd_cli.engine.planning.timing import PhaseTimer
-from dsbd_cli.ops.devices import host_reads
+from dsbd_cli.ops.interface import host_reads
 
 
 def most_steps(jobs: Iterable[RequestState]) -> int:

@@ -35,8 +35,7 @@ from dsbd_cli.engine.planning.timing import PhaseTimer
 from dsbd_cli.engine.protocols import ForestModel, KernelModel, TextCodec
 from dsbd_cli.engine.verify.rules import make_rule
 from dsbd_cli.errors import RowError, UsageError
-from dsbd_cli.ops.devices import host_reads
-from dsbd_cli.ops.interface import Ops
+from dsbd_cli.ops.interface import Ops, host_reads
 from dsbd_cli.ops.select import ITERATION
 from dsbd_cli.requests import EngineInfo, NumberedRequests, Piece, Request, RequestResult
 

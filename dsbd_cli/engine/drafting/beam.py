@@ -28,7 +28,7 @@ from dsbd_cli.engine.drafting.base import (
 )
 from dsbd_cli.engine.drafting.logits import DraftLogits, head_ids
 from dsbd_cli.engine.protocols import ForestInput, ForestModel
-from dsbd_cli.ops.devices import host_reads
+from dsbd_cli.ops.interface import host_reads
 
 MERGED_BACKLOG = 16  # tokens; a longer backlog gets a forward of its own, without the output head
 

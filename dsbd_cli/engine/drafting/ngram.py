@@ -34,7 +34,7 @@ from dsbd_cli.engine.drafting.base import (
 )
 from dsbd_cli.engine.drafting.paths import PathDrafter, Paths, beam_share
 from dsbd_cli.engine.drafting.text import contexts, suffix
-from dsbd_cli.ops.devices import host_reads
+from dsbd_cli.ops.interface import host_reads
 
 PLACES = 4  # places of the text that each beam follows
 # Guessed log-probability of the token at the best place, and how much less it is at each further place

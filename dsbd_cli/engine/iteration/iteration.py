@@ -28,8 +28,7 @@ from dsbd_cli.engine.iteration.state import BatchState
 from dsbd_cli.engine.iteration.verify_forest import VerifiedForest, verify_forest
 from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.engine.verify.base import Rule
-from dsbd_cli.ops.devices import host_reads
-from dsbd_cli.ops.interface import Ops
+from dsbd_cli.ops.interface import Ops, host_reads
 
 
 @dataclass(frozen=True, slots=True)

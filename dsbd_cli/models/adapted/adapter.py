@@ -32,7 +32,6 @@ from dsbd_cli.models.forest_model import (
     calibration_tokens,
     unsupported,
 )
-from dsbd_cli.ops.devices import captures
 from dsbd_cli.ops.interface import Ops
 from dsbd_cli.ops.select import MODEL, ops_for
 
@@ -163,7 +162,7 @@ class TransformersForest(BaseForestModel):
         nothing is read back."""
         devices = {parameter.device for parameter in self._model.parameters()}
         hooked = any(hasattr(module, "_hf_hook") for module in self._model.modules())
-        return not self._waits_for_host and not hooked and len(devices) == 1 and captures(next(iter(devices)))
+        return not self._waits_for_host and not hooked and len(devices) == 1 and next(iter(devices)).type == "cuda"
 
     @property
     def by_parts(self) -> bool:

@@ -21,7 +21,7 @@ from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.models.adapted.seq2seq import Seq2SeqForestModel, sample_encoder_input
 from dsbd_cli.models.forest_model import BaseForestModel
 from dsbd_cli.models.verdicts import Verdict
-from dsbd_cli.ops.devices import host_reads
+from dsbd_cli.ops.interface import host_reads
 
 PROMPT = 161  # tokens: five steps of prompt slots and one that is left over
 WIDTH_STEP = 32  # the width of a prompt's forward is a multiple of this

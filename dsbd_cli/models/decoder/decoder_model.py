@@ -27,7 +27,6 @@ from dsbd_cli.models.forest_model import BaseForestModel, ModelSize, StateTap, a
 from dsbd_cli.models.kv_cache import KVCache, PlaneSpec
 from dsbd_cli.ops import run
 from dsbd_cli.ops.cpu.prompt_attention import STEP
-from dsbd_cli.ops.devices import captures
 from dsbd_cli.ops.interface import Ops
 from dsbd_cli.ops.run import Program, Programs
 from dsbd_cli.ops.select import LAYERS
@@ -138,7 +137,7 @@ class DecoderForestModel(BaseForestModel):
 
     @property
     def capturable(self) -> bool:
-        return captures(self._device)
+        return self._device.type == "cuda"
 
     @property
     def by_parts(self) -> bool:

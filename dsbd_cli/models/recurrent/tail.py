@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dsbd_cli.engine.protocols import ForestInput
-from dsbd_cli.ops.devices import host_reads
+from dsbd_cli.ops.interface import host_reads
 from dsbd_cli.ops.select import ops_for
 
 Schedule = Any
