@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.ops import reference
-from dsbd_cli.ops.run import Programs
+from dsbd_cli.ops.run import Loop
 
 Backend = Literal["torch", "numba", "triton"]
 LEAST_WEIGHTS = 100_000  # smaller products are not quantized: their weights stay in a cache
@@ -38,19 +38,15 @@ def host_reads(device: torch.device) -> bool:
 
 
 class Linear(Protocol):
-    """A product x W^T + b of one layer, or of several layers with the same input. parts: number of outputs of each."""
+    """A product x W^T + b of one layer, or of several layers with the same input. parts: number of outputs of each.
+    weights: as they are stored. compiled: whether one of our kernels computes it."""
 
     parts: list[int]
 
     @property
-    def weights(self) -> Sequence[Tensor]:
-        """The weights as they are stored."""
-        ...
-
+    def weights(self) -> Sequence[Tensor]: ...
     @property
-    def compiled(self) -> bool:
-        """Whether one of our kernels computes it."""
-        ...
+    def compiled(self) -> bool: ...
 
     def compute(self, x: Tensor) -> Tensor:
         """Compute the product: x [..., i] -> [..., o]."""
@@ -96,8 +92,7 @@ class Ops:
         gated: takes gates and values side by side [..., 2 I]; returns [..., I].
         rotate: takes queries, keys and values side by side [R, n, (Q + 2 K) E]; returns the queries [R, Q, n, E] and
             writes keys and values to their slots.
-        program: returns memory in which forwards are recorded as programs (run.py). None: each kernel runs when it is
-            called.
+        program: runs a table of kernels, which run.py has recorded. None: each kernel runs when it is called.
     Operations of all models:
         linear: takes weights [o, i] and biases [o] of layers; returns one product, or None if the layers stay as they
             are.
@@ -126,7 +121,7 @@ class Ops:
     norm: Callable[..., tuple[Tensor, Tensor]] = reference.norm
     gated: Callable[..., Tensor] = reference.gated
     rotate: Callable[..., Tensor] = reference.rotate
-    program: Callable[[], Programs] | None = None
+    program: Loop | None = None
     linear: Callable[[Sequence[Tensor], Sequence[Tensor | None]], Linear | None] = reference.linear
     pick: Callable[[Tensor, torch.dtype], RowsLinear] = reference.PickedRows
     path_attention: Callable[..., Tensor] | None = None

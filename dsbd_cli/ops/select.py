@@ -116,7 +116,7 @@ NUMBA = {
     "norm": _Numba(layer.norm, layer.compiled, _TORCH_LAYERS),
     "gated": _Numba(layer.gated, layer.compiled, _TORCH_LAYERS),
     "rotate": _Numba(layer.rotate, layer.compiled, _TORCH_LAYERS),
-    "program": _Numba(program.Arena, program.compiled, "layers are called one by one"),
+    "program": _Numba(program.loop, program.compiled, "layers are called one by one"),
     "path_attention": _Numba(attention.attend, attention.compiled, "torch computes attention over the suffix"),
     "prompt_attention": _Numba(
         prompt_attention.attend, prompt_attention.compiled, "torch computes attention to prompts"

@@ -43,7 +43,8 @@ from dsbd_cli.models.forest_model import BaseForestModel, StateTap, unsupported
 from dsbd_cli.models.load_model import load_model
 from dsbd_cli.models.verdicts import Verdict
 from dsbd_cli.ops import select
-from dsbd_cli.ops.cpu.program import Arena, Program
+from dsbd_cli.ops.cpu.program import loop
+from dsbd_cli.ops.run import Arena, Program
 from dsbd_cli.ops.select import packing_works
 from dsbd_cli.requests import Request
 from dsbd_cli.user_cache import cache_folder
@@ -550,10 +551,9 @@ def test_a_cache_that_has_moved_gets_other_programs(loaded: Loads) -> None:
             wanted = answers(target, [prompt(length)], SEARCH)
         assert answers(target, [prompt(length)], SEARCH) == wanted
         assert target._programs
-        assert isinstance(target._program_memory, Arena)
-        assert target._program_memory.nbytes
+        assert target._arena.nbytes
         target.release()
-        assert (target._programs, target._program_memory) == ({}, None)
+        assert (target._programs, target._arena.nbytes) == ({}, 0)
     ids, logits = tokens(1, 5), []
     for slots in (64, 128):
         target.reserve(1, slots)  # the memory grows, and so moves
@@ -575,8 +575,7 @@ def test_longer_prompts_do_not_pile_up(loaded: Loads) -> None:
         prefill(target, [0], [prompt(length)], trash=299, apart=True)
     blocks = {id(kept): kept for made in target._programs.values() for kept in made.program._kept}
     held = sum(kept.nbytes for kept in blocks.values() if isinstance(kept, Tensor) and kept.dtype == torch.uint8)
-    assert isinstance(target._program_memory, Arena)
-    assert 0 < held < 3 * target._program_memory.nbytes
+    assert 0 < held < 3 * target._arena.nbytes
     target.release()
 
 
@@ -736,7 +735,7 @@ def test_a_program_must_be_given_all_of_it(forgotten: str, monkeypatch: pytest.M
 
 def test_results_of_torch_in_a_program_have_no_gaps() -> None:
     """Guards kernels that go by a result's shape, where torch gave it in another order; several results."""
-    program, given = Program(Arena()), torch.arange(6.0).view(2, 3)
+    program, given = Program(Arena(), loop), torch.arange(6.0).view(2, 3)
     program.begin(0)
     turned = program.compute(given.t)
     assert turned.is_contiguous()

@@ -176,8 +176,7 @@ def _maxima_and_total(logits: Tensor, ops: Ops) -> tuple[Tensor, Tensor, Tensor]
 
 
 def _rows_of_part(rows: Tensor) -> int:
-    """Return how many rows [n, V] of logits are selected from at a time. On a CPU the results of a part stay in its
-    caches."""
+    """Return how many rows [n, V] of logits are read at a time."""
     return max(1, LOGITS_PER_PART // rows.shape[1] if host_reads(rows.device) else len(rows))
 
 

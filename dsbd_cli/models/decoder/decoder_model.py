@@ -28,7 +28,7 @@ from dsbd_cli.models.kv_cache import KVCache, PlaneSpec
 from dsbd_cli.ops import run
 from dsbd_cli.ops.cpu.prompt_attention import STEP
 from dsbd_cli.ops.interface import Ops
-from dsbd_cli.ops.run import Program, Programs
+from dsbd_cli.ops.run import Arena, Program
 from dsbd_cli.ops.select import LAYERS
 
 MOST_NODES = 256  # of a program: with more nodes Python takes a small part of the time
@@ -93,7 +93,7 @@ class DecoderForestModel(BaseForestModel):
         self._last_was_split = False  # whether the last forward split its keys into prompt slots and suffix
         self._programs: dict[Hashable, _LayerProgram] = {}
         self._programs_of = self.generation
-        self._program_memory: Programs | None = None
+        self._arena = Arena()
 
     @property
     def settings(self) -> CheckpointSettings:
@@ -199,7 +199,7 @@ class DecoderForestModel(BaseForestModel):
 
     def forget_programs(self) -> None:
         """Drop all programs, because the cache's memory or the weights have changed."""
-        self._programs, self._program_memory, self._programs_of = {}, None, self.generation
+        self._programs, self._arena, self._programs_of = {}, Arena(), self.generation
 
     @torch.no_grad()
     def plain(self, tokens: Tensor) -> Tensor:
@@ -267,9 +267,7 @@ class DecoderForestModel(BaseForestModel):
         """Build the program for the shape of this forward, with copies of its inputs."""
         # the program runs in inference mode and outside of it, so its memory must not be that of inference tensors
         with torch.inference_mode(False), torch.no_grad():
-            if self._program_memory is None:
-                assert self.ops.program is not None
-                self._program_memory = self.ops.program()
+            assert self.ops.program is not None
             places = LayerInputs(
                 inputs.slots.clone(),
                 [(cos.clone(), sin.clone()) for cos, sin in inputs.angles],
@@ -277,7 +275,7 @@ class DecoderForestModel(BaseForestModel):
                 inputs.planes,
             )
             first = hidden.clone()
-            program, results = self._program_memory.record(lambda: self._computed(first, places, logits))
+            program, results = self._arena.record(self.ops.program, lambda: self._computed(first, places, logits))
             if results.product is not None:
                 program.renew(results.product)
         return _LayerProgram(program, first, places, results)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -176,9 +176,10 @@ class WeightReader:
                 return found
         raise KeyError(f"model.{name}")
 
-    def norm(self, name: str, width: int) -> Norm:
-        """Return a norm, with weights in the dtype that is computed in."""
-        return Norm(self.tensor(name, width).to(self.dtype), self.spec.eps, self.spec.unit_offset)
+    def norm(self, name: str, width: int, *, of_heads: bool = False) -> Norm:
+        """Return a norm, with weights in the dtype that is computed in. of_heads: of what will be rotated."""
+        weight = self.tensor(name, width).to(self.dtype)
+        return Norm(self._rotated_first(weight) if of_heads else weight, self.spec.eps, self.spec.unit_offset)
 
     def layer(self, number: int, inputs: int | None = None) -> LayerWeights:
         """Return the weights of a layer. inputs: width of the input of queries, keys and values; None: hidden."""
@@ -189,12 +190,9 @@ class WeightReader:
         head_norms = None
         if spec.head_norms or spec.norms_over_all_heads:
             wide = (query, key) if spec.norms_over_all_heads else (spec.head_dim, spec.head_dim)
-            of_query, of_key = (
-                self.norm(f"{at}self_attn.{name}_norm.weight", size) for name, size in zip("qk", wide, strict=True)
-            )
             head_norms = (
-                replace(of_query, weight=self._rotated_first(of_query.weight)),
-                replace(of_key, weight=self._rotated_first(of_key.weight)),
+                self.norm(f"{at}self_attn.q_norm.weight", wide[0], of_heads=True),
+                self.norm(f"{at}self_attn.k_norm.weight", wide[1], of_heads=True),
             )
         if spec.family == "phi3":
             qkv = self._parts(f"{at}self_attn.qkv_proj", (query, key, key), inputs)

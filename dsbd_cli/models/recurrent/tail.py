@@ -18,9 +18,6 @@ from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.ops.interface import host_reads
 from dsbd_cli.ops.select import ops_for
 
-Schedule = Any
-"""The order in which a kernel takes tokens into states, made by the kernels and for them alone."""
-
 
 def scan_kernels() -> Any:
     """Return the kernels of recurrent layers on a CPU, the module that `Ops.scan` returns."""
@@ -46,7 +43,7 @@ class TailBuffer:
         self._moved: dict[torch.device, TailBuffer] = {}
         self._back: dict[int, Tensor] = {}
         self._flat: dict[int, Tensor] = {}
-        self._plans: dict[int, Schedule] = {}
+        self._plans: dict[int, Any] = {}
         self._taps: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
 
     def on(self, device: torch.device) -> TailBuffer:
@@ -149,7 +146,7 @@ class TailBuffer:
             )
         return self._taps[lead]
 
-    def plan(self, lead: int) -> Schedule:
+    def plan(self, lead: int) -> Any:
         """Return the schedule of a kernel over planes [rows, lead + T + 1, ...], or for a chain over planes [R, lead +
         n, ...]."""
         if lead not in self._plans:
@@ -199,7 +196,7 @@ class Shift:
         self.sources, self.targets, self.base, self.common_prefix = sources, targets, base, common_prefix
         self.width, self.most = width, most
         # by number of places before the suffix
-        self._plans: dict[int, Schedule] = {}
+        self._plans: dict[int, Any] = {}
         self._moves: dict[int, tuple[Tensor, Tensor]] = {}
         self._last_tokens: dict[int, Tensor] = {}
 
@@ -232,7 +229,7 @@ class Shift:
         int64."""
         return (self.base.unsqueeze(1) + torch.arange(self.most, device=self.base.device)) % self.width
 
-    def plan(self, lead: int) -> Schedule:
+    def plan(self, lead: int) -> Any:
         """Return the schedule by which a kernel takes the tokens that join the common prefix into states."""
         if lead not in self._plans:
             parts = (as_array(part) for part in (self.base, self.count, self.joined))

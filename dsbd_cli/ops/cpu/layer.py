@@ -16,16 +16,7 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.ops import run
-from dsbd_cli.ops.cpu.runtime import (
-    FLOATS,
-    CpuKernel,
-    fields,
-    flattened,
-    kernels,
-    layout,
-    offsets,
-    shares,
-)
+from dsbd_cli.ops.cpu.runtime import FLOATS, CpuKernel, fields, flattened, kernels, layout, offsets, shares
 from dsbd_cli.ops.reference import Norm
 
 STEP = 16  # widths of rows, of gates and of half heads must be multiples of it

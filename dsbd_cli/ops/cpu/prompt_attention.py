@@ -20,17 +20,7 @@ from torch import Tensor
 
 from dsbd_cli.ops import run
 from dsbd_cli.ops.cpu.linear import COLUMNS
-from dsbd_cli.ops.cpu.runtime import (
-    FLOATS,
-    CpuKernel,
-    features,
-    fields,
-    kernels,
-    layout,
-    matrix_units,
-    offsets,
-    team,
-)
+from dsbd_cli.ops.cpu.runtime import FLOATS, CpuKernel, features, fields, kernels, layout, matrix_units, offsets, team
 
 SLOTS = 2 * COLUMNS  # of a chunk
 QUERIES = 64  # that a thread works on at most: they share the packed keys and values
