@@ -44,17 +44,20 @@ def option(
     least: int | None = None,
     most: int | None = None,
     above: float | None = None,
+    hidden: bool = False,
     callback: Callable[..., object] | None = None,
 ) -> T:  # type: ignore[type-var]
     """Return a dataclass field that declares the option of the same name. Its value is None if the option is not given.
 
     default: only shown on the --help page, because the library fills it in. short: another name, as `-i`. least, most,
-    above: bounds of a number; a count, which has a least, is at most MOST_INTEGER unless `most` is given. callback:
-    called with the context and the value before other options are read.
+    above: bounds of a number; a count, which has a least, is at most MOST_INTEGER unless `most` is given. hidden: not
+    on the --help page. callback: called with the context and the value before other options are read.
     """
     most = MOST_INTEGER if most is None and least is not None else most
     shown = text if default is None else f"{text} (default: {default})"
-    return _field(panel, shown, short, metavar=metavar, least=least, most=most, above=above, callback=callback)
+    return _field(
+        panel, shown, short, metavar=metavar, least=least, most=most, above=above, hidden=hidden, callback=callback
+    )
 
 
 def flag(panel: str, text: str, *short: str) -> T:  # type: ignore[type-var]
@@ -92,7 +95,7 @@ def _parameter(item: dataclasses.Field[object], kind: object) -> inspect.Paramet
         show_default=False,
         metavar=given["metavar"] or next((METAVARS[one] for one in kinds if one in METAVARS), None),
         parser=parser,
-        hidden=setting,
+        hidden=setting or given.get("hidden", False),
         is_eager=callback is not None,
         callback=callback,
     )
