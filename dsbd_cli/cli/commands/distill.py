@@ -31,14 +31,7 @@ from dsbd_cli.cli.options.options import (
 from dsbd_cli.cli.options.settings import RunSettings, devices_of, run_settings
 from dsbd_cli.cli.run.files import check_model_folder, text_hash
 from dsbd_cli.cli.run.messages import Talk, duration, say, set_style, talking, warn
-from dsbd_cli.cli.run.prompts import (
-    HELD_OUT_EVERY,
-    HELD_OUT_MOST,
-    hold_out,
-    read_prompts,
-    warn_left_out,
-    warn_plain,
-)
+from dsbd_cli.cli.run.prompts import HELD_OUT_EVERY, HELD_OUT_MOST, hold_out, read_prompts, warn_left_out, warn_plain
 from dsbd_cli.cli.run.signals import StoppedError, StopSignals
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.model import Quantize
@@ -137,7 +130,7 @@ def distill(
     devices = DeviceOptions(**vars(loading) | vars(templates) | own)
     settings = _run_settings(target, options, decoding, devices)
     with StopSignals() as signals, talking() as talk:
-        _Distilling(options, settings, options.input, options.output, signals, talk).run()
+        _Distilling(options, settings, signals, talk).run()
 
 
 def _run_settings(
@@ -160,17 +153,11 @@ def _run_settings(
 class _Distilling:
     """One run of the command."""
 
-    def __init__(
-        self,
-        options: DistillOptions,
-        settings: RunSettings,
-        source: Path,
-        folder: Path,
-        signals: StopSignals,
-        talk: Talk,
-    ) -> None:
+    def __init__(self, options: DistillOptions, settings: RunSettings, signals: StopSignals, talk: Talk) -> None:
+        assert options.input is not None
+        assert options.output is not None
         self._options, self._settings, self._spec = options, settings, settings.target
-        self._input, self._folder = source, folder
+        self._input, self._folder = options.input, options.output
         self._signals, self._talk = signals, talk
 
     def run(self) -> None:
