@@ -13,7 +13,7 @@ import os
 import tomllib
 import typing
 from collections import ChainMap
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, MutableMapping, Sequence
 from pathlib import Path
 
 import orjson
@@ -107,7 +107,7 @@ def _expected(name: str, hint: object, value: object) -> str | None:
         return None if all(isinstance(one, str) for one in words) else "a string or a list of strings"
     if kind in (int, float, bool):
         fits = type(value) is kind or (kind is float and type(value) is int)
-        return None if fits else KINDS[kind]  # type: ignore[index]
+        return None if fits else KINDS[kind]
     if name in OR_AUTO:
         return None if type(value) in (int, str) else "an integer or a string"
     return None if isinstance(value, str) else "a string"
@@ -121,7 +121,7 @@ def place_of(ctx: typer.Context, option: str, name: str) -> str:
     return f"--config {ctx.params['config']}: {option}" if option in _maps(ctx)[1] else variable(option)
 
 
-def _maps(ctx: typer.Context) -> list[dict[str, object]]:
+def _maps(ctx: typer.Context) -> list[MutableMapping[str, object]]:
     """Return the values of --set, of the job file and of the variables, by option."""
     return typing.cast("ChainMap[str, object]", ctx.default_map).maps
 
