@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -76,9 +76,9 @@ def switch(panel: str, text: str) -> T:  # type: ignore[type-var]
     return option(panel, text, metavar="")
 
 
-def _parameter(item: dataclasses.Field[object], kind: object) -> inspect.Parameter:
-    """Return a field's option as the parameter that typer reads. kind: the type of the field."""
-    declared, name, setting = item.metadata, option_name(item.name), item.name in SETTINGS
+def _parameter(field: str, declared: Mapping[str, Any], kind: object) -> inspect.Parameter:
+    """Return the option of a field as the parameter that typer reads. declared: its metadata. kind: its type."""
+    name, setting = option_name(field), field in SETTINGS
     kinds, parser = (*typing.get_args(kind), kind), None
     if number := next((one for one in (int, float) if one in kinds), None):
         parser = _number(number, *declared["bounds"])
@@ -96,7 +96,7 @@ def _parameter(item: dataclasses.Field[object], kind: object) -> inspect.Paramet
         is_eager=declared["callback"] is not None,
         callback=declared["callback"],
     )
-    return inspect.Parameter(item.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, info])
+    return inspect.Parameter(field, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, info])
 
 
 def _number(kind: type, least: float | None, most: float | None, above: float | None) -> Callable[[str], object]:
@@ -146,9 +146,11 @@ def grouped(function: Callable[..., None], *, elsewhere: tuple[type, ...] = ()) 
     types = {name: kind for group in hints.values() for name, kind in typing.get_type_hints(group).items()}
     table = {item.name: item for group in hints.values() for item in dataclasses.fields(group)}
     known = {*table, *(item.name for group in elsewhere for item in dataclasses.fields(group))}
-    settings = sorted(name for name in table if name in SETTINGS)
-    parameters = [_parameter(item, types[name]) for name, item in table.items()]
-    parameters += [_set_parameter(settings)] if settings else []
+    parameters = [_parameter(name, item.metadata, types[name]) for name, item in table.items()]
+    if settings := sorted(name.replace("_", "-") for name in table if name in SETTINGS):
+        shown = f"what is seldom typed, may be repeated: {', '.join(settings)} (docs/cli.md says what they mean)"
+        declared: dataclasses.Field[object] = option("Settings", shown, metavar="NAME=VALUE", callback=read_settings)
+        parameters.append(_parameter("set", declared.metadata, list[str] | None))
 
     def command(ctx: typer.Context, **given: object) -> None:
         check_variables(known, ctx.command_path)
@@ -172,22 +174,6 @@ def grouped(function: Callable[..., None], *, elsewhere: tuple[type, ...] = ()) 
     command.__dict__["__signature__"] = inspect.Signature([context, *parameters])
     command.__dict__["groups"] = tuple(hints.values())
     return command
-
-
-def _set_parameter(names: Sequence[str]) -> inspect.Parameter:
-    """Return the parameter for `--set NAME=VALUE`."""
-    shown = ", ".join(name.replace("_", "-") for name in names)
-    declared = typer.Option(
-        "--set",
-        help=f"what is seldom typed, may be repeated: {shown} (docs/cli.md says what they mean)",
-        rich_help_panel="Settings",
-        show_default=False,
-        metavar="NAME=VALUE",
-        is_eager=True,
-        callback=read_settings,
-    )
-    kind = Annotated[list[str] | None, declared]
-    return inspect.Parameter("set", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
 
 
 class _PlainHelp:
