@@ -1,20 +1,23 @@
-"""Trial of a grammar: it is compiled in a child process, with limits of memory and time, before this process compiles
-it.
+"""Work that may exhaust memory, time or the stack, and is done in a child process with limits of these first.
 
-llguidance is native code: a grammar that exhausts its stack or the memory would end the process. The child runs this
-file as a program, which imports nothing of this package. It reads the grammar's source from its standard input,
-compiles it for a vocabulary of bytes and follows it for some bytes.
+llguidance is native code: a grammar that exhausts its stack or the memory would end the process. So a grammar is
+compiled in a child for a vocabulary of bytes, and followed for some bytes. A schema of others may make the check of a
+text take very long, so that some texts are checked in a child. The child runs this file as a program, which imports
+nothing of this package.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from jsonschema_rs import Validator
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 CPU_SECONDS, WALL_SECONDS = 3, 30  # a machine under load gives a child its CPU seconds late
@@ -23,6 +26,10 @@ STACK = 4 << 20  # bytes; half of a main thread's, so that what fits into it fit
 BYTES_FOLLOWED = 48
 MOST_KNOWN = 4096  # verdicts that are kept
 BYTES_END = 256  # the end token of the vocabulary of bytes
+GRAMMAR, TEXTS = "grammar", "texts"  # what a child does: compile a grammar, check texts under a schema
+NOT_IN_7 = frozenset(  # keywords that draft 7 would ignore
+    "dependentRequired dependentSchemas maxContains minContains prefixItems unevaluatedItems".split()
+)
 
 _known: dict[bytes, str | None] = {}
 
@@ -39,17 +46,8 @@ def trial_fault(source: str) -> str | None:
 
 
 def _tried(source: str) -> str | None:
-    command = [sys.executable, "-P", __file__]
     try:
-        # a session of its own: a Ctrl-C at the terminal is no fault of the grammar
-        done = subprocess.run(
-            command,
-            input=source.encode(),
-            capture_output=True,
-            timeout=WALL_SECONDS,
-            check=False,
-            start_new_session=True,
-        )
+        done = _run_child(GRAMMAR, source.encode())
     except subprocess.TimeoutExpired:
         return f"it was not compiled within {WALL_SECONDS} s"
     if done.returncode == 0:
@@ -60,6 +58,19 @@ def _tried(source: str) -> str | None:
         return f"to compile it takes more than {ADDRESS_SPACE >> 30} GiB of memory, or more than the stack holds"
     lines = done.stderr.decode(errors="replace").strip().splitlines()
     return f"the process that tried to compile it ended with {done.returncode}: {lines[-1][:200] if lines else ''}"
+
+
+def _run_child(task: str, given: bytes) -> subprocess.CompletedProcess[bytes]:
+    """Run this file as a program. Raises TimeoutExpired."""
+    # a session of its own: a Ctrl-C at the terminal is no fault of what is given
+    return subprocess.run(
+        [sys.executable, "-P", __file__, task],
+        input=given,
+        capture_output=True,
+        timeout=WALL_SECONDS,
+        check=False,
+        start_new_session=True,
+    )
 
 
 def parser_limits() -> LLParserLimits:
@@ -114,6 +125,50 @@ def _bytes_of(matcher: LLMatcher) -> list[int]:
     return [byte for byte in range(256) if mask[byte >> 3] >> (byte & 7) & 1]
 
 
+def validator(schema: object) -> Validator:
+    """Return a validator of a schema: of the draft that it names, else of 2020-12, or of 7 where it is none of that.
+    Nothing is fetched. Raises ValueError for a schema that belongs to neither."""
+    from jsonschema_rs import Draft7Validator, ReferencingError, ValidationError, validator_for
+
+    first: Exception | None = None
+    for make in (validator_for, *(() if NOT_IN_7 & _keys(schema) else (Draft7Validator,))):
+        try:
+            made: Validator = make(schema, validate_formats=True, retriever=_retrieve)
+        except (ValidationError, ReferencingError, ValueError, TypeError) as error:
+            first = first or error
+        else:
+            return made
+    raise ValueError(str(first).partition("\n")[0])
+
+
+def _keys(node: object) -> set[str]:
+    """Return all keys of an object and of those in it."""
+    if isinstance(node, list):
+        return set().union(*map(_keys, node))
+    return set(node).union(*map(_keys, node.values())) if isinstance(node, dict) else set()
+
+
+def _retrieve(address: str) -> object:
+    raise ValueError(f"{address} is outside of the schema")
+
+
+def holds(by: Validator, text: bytes) -> bool:
+    """Return whether a text is JSON that is valid. What cannot be read, or takes too much, is not."""
+    try:
+        return by.is_valid(json.loads(text))
+    except (ValueError, RecursionError):
+        return False
+
+
+def checked_in_child(schema: object, texts: Sequence[str]) -> list[bool]:
+    """Return for each text whether it is valid under the schema. One that takes too long is not."""
+    try:
+        done = _run_child(TEXTS, "\n".join(map(json.dumps, (schema, *texts))).encode()).stdout
+    except subprocess.TimeoutExpired as error:
+        done = error.stdout or b""
+    return [done[index : index + 1] == b"1" for index in range(len(texts))]
+
+
 def _limit() -> None:
     try:
         import resource
@@ -124,8 +179,8 @@ def _limit() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
 
 
-def _main() -> None:
-    _limit()
+def _compile_grammar() -> None:
+    """Read the source of a grammar, and try it."""
     source = sys.stdin.buffer.read().decode()
     faults: list[BaseException] = []
 
@@ -143,5 +198,15 @@ def _main() -> None:
         raise SystemExit(f"{type(faults[0]).__name__}: {faults[0]}")
 
 
+def _check_texts() -> None:
+    """Read a schema and texts, a line of JSON each; write whether each is valid, as 0 and 1."""
+    schema, *texts = (json.loads(line) for line in sys.stdin.buffer)
+    by = validator(schema)
+    for text in texts:
+        sys.stdout.write("1" if holds(by, text.encode("utf-8", "surrogateescape")) else "0")
+        sys.stdout.flush()
+
+
 if __name__ == "__main__":
-    _main()
+    _limit()
+    {GRAMMAR: _compile_grammar, TEXTS: _check_texts}[sys.argv[1]]()

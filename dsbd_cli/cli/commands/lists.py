@@ -1,4 +1,4 @@
-"""`dsbd models`: the names of models, and what is on this machine."""
+"""`dsbd models` and `dsbd schema`: lists of the names of models, and of the schemas of what is read and written."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ from typing import Annotated
 import typer
 
 from dsbd_cli.cli.options.declare import Command, Group
+from dsbd_cli.io.schemas.contracts import CONTRACTS, contract_of
 
 app = typer.Typer(cls=Group, invoke_without_command=True)
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="the new name", show_default=False)]
+NewName = Annotated[str, typer.Argument(metavar="NAME", help="the new name", show_default=False)]
 SourceArgument = Annotated[str, typer.Argument(metavar="SOURCE", help="folder or hub id", show_default=False)]
+SchemaName = Annotated[
+    str | None, typer.Argument(metavar="NAME", help="which one; without it, a list", show_default=False)
+]
 
 
 @app.callback()
@@ -31,8 +35,22 @@ def models(ctx: typer.Context) -> None:
 
 
 @app.command(cls=Command)
-def add(name: Name, source: SourceArgument) -> None:
+def add(name: NewName, source: SourceArgument) -> None:
     """Give a folder or a hub id a name of your own, in your models.toml (or the file that DSBD_MODELS_FILE names)."""
     from dsbd_cli.models.checkpoints.catalog import add_name
 
     typer.echo(f"{name} = {source}, in {add_name(name, source)}")
+
+
+def schema(name: SchemaName = None) -> None:
+    """Print a JSON schema (draft 2020-12) of input rows, records, statistics or reports; without a name, list them.
+
+    Columns: name, version, what has this form. A version number rises when a field is removed or changes its meaning.
+    """
+    if name is not None:
+        contract = contract_of(name)
+        typer.echo(contract.page(contract.schema()), nl=False)
+        return
+    width = max(map(len, CONTRACTS))
+    for one in CONTRACTS.values():
+        typer.echo(f"{one.name:<{width}}  {one.id:<{width + 7}}  {one.schema()['description']}")

@@ -1,28 +1,28 @@
-"""A student's folder is the old one or the new one, wherever its writing ends."""
+"""A head's folder is the old one or the new one, wherever its writing ends."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from torch import nn
 
-from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import OutputError
-from dsbd_cli.train import student
+from dsbd_cli.train import saving
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where a student of one file stands, whose writing takes no model."""
-    monkeypatch.setattr(student, "_write", lambda model, spec, into, dtype: (into / "config.json").write_text(dtype))
+def folder(tmp_path: Path) -> Path:
+    """Where a head of one file stands."""
     made = tmp_path / "draft"
     save(made, "float32")
     return made
 
 
 def save(folder: Path, dtype: str) -> None:
-    student.save_student(nn.Module(), ModelSpec("target"), folder, dtype)
+    head: Any = SimpleNamespace(write=lambda folder, dtype: (folder / "config.json").write_text(dtype))
+    saving.save_head(head, folder, dtype)
 
 
 def content(folder: Path) -> list[tuple[str, str]]:
@@ -34,7 +34,7 @@ def content(folder: Path) -> list[tuple[str, str]]:
     ]
 
 
-def test_a_whole_student_takes_the_place_of_the_old_one(folder: Path) -> None:
+def test_a_whole_head_takes_the_place_of_the_old_one(folder: Path) -> None:
     save(folder, "bfloat16")
     assert content(folder) == [("draft/config.json", "bfloat16")]
 
@@ -66,11 +66,11 @@ def test_a_save_that_was_killed_between_its_renames_is_repaired(folder: Path) ->
     before = folder.with_name(".draft.before")
     folder.replace(before)
     folder.with_name(".draft.unfinished").mkdir()
-    student.recover(folder)
+    saving.recover(folder)
     assert content(folder) == [("draft/config.json", "float32")]
     folder.replace(before)
     save(folder, "bfloat16")
     assert content(folder) == [("draft/config.json", "bfloat16")]
     assert not before.exists()
-    student.recover(folder)  # nothing to do
+    saving.recover(folder)  # nothing to do
     assert content(folder) == [("draft/config.json", "bfloat16")]
