@@ -68,7 +68,8 @@ def write_results(folder: Path, runs: Sequence[dict[str, Any]], report: str) -> 
 def publish(name: str, runs: Sequence[dict[str, Any]], title: str, about: str, *parts: str) -> None:
     """Write and print a report in the folder `name`: its command, device and commit, what it is about, and tables."""
     env = environment()
-    origin = f"`{env['command']}` on {env['device']}, commit {env['commit']}. {about}".rstrip()
+    software = f"commit {env['commit']}, torch {env['torch']}, transformers {env['transformers']}"
+    origin = f"`{env['command']}` on {env['device']}, {software}. {about}".rstrip()
     report = "\n\n".join((f"# {title}", origin, *parts))
     write_results(results_folder(name), runs, report)
     print(report, flush=True)
