@@ -11,9 +11,7 @@ from torch import Tensor
 
 from dsbd_cli.models.recurrent.memory import LayerMemory, TailCache, flat_tokens, masked
 from dsbd_cli.models.recurrent.scans import PART, carried, chain, delta_chain, fold, last_sums, solve, weights
-from dsbd_cli.models.recurrent.tail import Shift, as_array
-from dsbd_cli.ops.cpu.scan import compiled as _kernels
-from dsbd_cli.ops.cpu.scan import recurrent_scan
+from dsbd_cli.models.recurrent.tail import Shift, as_array, scan_kernels
 
 
 class LinearState(LayerMemory):
@@ -29,7 +27,7 @@ class LinearState(LayerMemory):
     def __init__(self, cache: TailCache, device: torch.device) -> None:
         super().__init__(cache, device)
         if self.by_kernel:
-            self.lead = _kernels().LEAD
+            self.lead = scan_kernels().LEAD
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, scales: Tensor | None = None, skip: Tensor | None = None
@@ -84,7 +82,7 @@ class LinearState(LayerMemory):
         skip: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Compute `attend`, or with beta `correct`, by a kernel. It sums in float32 and in the order of the path."""
-        kernels, places, (rows, count, heads, width) = _kernels(), self.places, v.shape
+        kernels, places, (rows, count, heads, width) = scan_kernels(), self.places, v.shape
         groups, dim = k.shape[2:]
         decays = g.shape[3] if g.dim() == 4 else 1
         y = torch.empty(v.shape, dtype=torch.float32)
@@ -113,7 +111,7 @@ class LinearState(LayerMemory):
             asked = kernels.pairs(queries, arrays[0], held, plan.lines, plan.counts)
         if decays == 1 and beta is not None:
             alike = kernels.pairs(keys, arrays[0], held, plan.lines, plan.counts)
-        recurrent_scan(
+        kernels.recurrent_scan(
             as_array(self.state_of(heads, dim, width)), numbers, held, queries, values, step, betas, asked, alike,
             *arrays, plan, as_array(y),
         )  # fmt: skip
@@ -162,7 +160,7 @@ class LinearState(LayerMemory):
             return
         keys, inputs, decays = (as_array(self.planes[name]) for name in ("k", "u", "e"))
         index, none = np.arange(rows), np.zeros((1, 0, 0, 0), np.float32)
-        recurrent_scan(
+        scan_kernels().recurrent_scan(
             as_array(state), index, index, none, none.ravel(), 0, none[0], none, none, keys, inputs, decays, plan, none
         )
 

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 
 from dsbd_cli.ops import layout as declared
-from dsbd_cli.ops.cpu.runtime import CACHE_LINE, CpuKernel, fields, kernels, layout, offsets
+from dsbd_cli.ops.cpu.runtime import CpuKernel, fields, kernels, layout, offsets
 from dsbd_cli.ops.layout import BEGIN, COMMIT, EXTEND, SIZES, TENSORS, VERIFY, KernelTensors, Tensors
+from dsbd_cli.ops.memory import CACHE_LINE
 
 RULES = ("coupled", "search")
 WORK = 16  # multiplications that take as long as a pair of a pool, about

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dsbd_cli.ops.cpu.runtime import CACHE_LINE, CpuKernel, fields, kernels, layout, offsets
+from dsbd_cli.ops.cpu.runtime import CpuKernel, fields, kernels, layout, offsets
+from dsbd_cli.ops.memory import CACHE_LINE
 
 if TYPE_CHECKING:
     from dsbd_cli.ops.cpu.kernels.schedule import ScanSchedule
@@ -56,7 +57,7 @@ def compiled() -> ModuleType:
 
 @functools.cache
 def _kernel() -> CpuKernel:
-    (kernel,) = kernels("scan", "recurrent_scan")
+    (kernel,) = kernels("scan", "scan_pairs")
     return kernel
 
 

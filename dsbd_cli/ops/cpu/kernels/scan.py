@@ -71,11 +71,11 @@ from dsbd_cli.ops.cpu.kernels.simd import (
     total,
 )
 from dsbd_cli.ops.cpu.runtime import features
-from dsbd_cli.ops.cpu.scan import AT, LAYOUT
+from dsbd_cli.ops.cpu.scan import AT, LAYOUT, recurrent_scan
 
 __all__ = (
     "BLOCK", "LEAD", "LEAST_ONE_BY_ONE", "TILE", "ScanMask", "ScanSchedule", "chain", "convolve", "fold", "forest",
-    "join", "memory_bytes", "pairs", "put", "recurrent_scan", "scan_mask", "taps",
+    "join", "memory_bytes", "pairs", "put", "recurrent_scan", "scan_mask", "scan_pairs", "taps",
 )  # fmt: skip
 
 compiled = KernelCompiler("recurrent layers", seconds=9, layout=LAYOUT)
@@ -452,7 +452,7 @@ def memory_bytes(dim: int, wide: int, places: int, buffers: int) -> int:
 
 
 @compiled.addressed
-def recurrent_scan(at):
+def scan_pairs(at):
     """Scan each pair of row and value head that no other thread has taken. at: a ScanArguments of ops/cpu/scan.py."""
     work = get_i64(at + AT.work) + take(at + AT.threads) * get_i64(at + AT.work_bytes)
     pair = take(at + AT.taken)
