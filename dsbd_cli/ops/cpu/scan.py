@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 from collections import namedtuple
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -50,9 +51,7 @@ LAYOUT = layout(ScanArguments)
 
 def compiled() -> ModuleType:
     """Return the kernels, made at the first call."""
-    from dsbd_cli.ops.cpu.kernels import scan
-
-    return scan
+    return importlib.import_module(f"{__package__}.kernels.scan")
 
 
 @functools.cache

@@ -1,5 +1,5 @@
-"""What the kernels of an iteration are built from: tensors as addresses, noise, the distribution of a pool of pairs
-(node, token), and draws from it.
+"""Parts of the kernels of an iteration: tensors as addresses, noise, the distribution of a pool of pairs (node, token),
+and draws from it.
 
 A tensor is its address here. `whole`, `real` and `mark` read its number at a place (int64, float32, bool), and nothing
 checks the place. Arrays of numba would take twice as long to compile. `at` is the address of the kernel's Arguments
