@@ -8,16 +8,16 @@ Letters: R rows, n nodes, m = R * n, H hidden width, Q query heads, K kv heads, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dsbd_cli.models.attention.views import LayerViews
 from dsbd_cli.models.decoder.own_rows import OwnRows
 from dsbd_cli.models.decoder.spec import DecoderSpec
-from dsbd_cli.models.decoder.views import View
 from dsbd_cli.models.decoder.weights import DecoderWeights, LayerWeights, PlainLinear
 from dsbd_cli.ops.cpu.runtime import EAGER, Eager
 from dsbd_cli.ops.interface import Ops
@@ -28,14 +28,12 @@ class LayerInputs:
     """Inputs that the layers of one forward share.
 
     slots: [m] int64 flat indices, row * S + slot, of the planes: where keys and values are written. angles: cosines and
-    sines [R, n, E], for each kind of rotary positions. views: one for each kind of window. planes: returns keys and
-    values [R', S', K, E] of a layer.
+    sines [R, n, E], for each kind of rotary positions. attention: what the nodes see, and the planes of the layers.
     """
 
     slots: Tensor
     angles: Sequence[tuple[Tensor, Tensor]]
-    views: Sequence[View]
-    planes: Callable[[int], tuple[Tensor, Tensor]]
+    attention: LayerViews
 
 
 class Decoder:
@@ -116,15 +114,14 @@ class Decoder:
     def _attention(self, number: int, layer: LayerWeights, x: Tensor, inputs: LayerInputs, run: Eager) -> Tensor:
         """Run a layer's attention: write keys and values to the planes and return the output [R, n, H]."""
         spec = self.spec
-        keys, values = inputs.planes(number)
+        keys, values = inputs.attention.planes(number)
         qkv = layer.qkv.compute(x, run)
         norms: tuple[Tensor | None, Tensor | None] = layer.query_norm, layer.key_norm
         if spec.norms_over_all_heads:
             qkv, norms = self._wide_norms(layer, qkv, run), (None, None)
         cos, sin = inputs.angles[spec.rotary[number]]
         query = self.ops.rotate(qkv, cos, sin, inputs.slots, keys, values, *norms, spec.eps, spec.unit_offset, run)
-        view = inputs.views[spec.kinds.index(spec.windows[number])]
-        attended = view.attend(query, keys, values, spec.scale, spec.softcap, run)
+        attended = self.ops.attend(number, query, inputs.attention, run)
         return layer.out.compute(attended.flatten(2), run)
 
     def _enter(self, norm: Tensor | None, residual: Tensor, branch: Tensor | None, run: Eager) -> tuple[Tensor, Tensor]:
