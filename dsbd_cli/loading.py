@@ -23,7 +23,7 @@ from dsbd_cli.engine.constraints.answer_files import check_answer_file
 from dsbd_cli.errors import UsageError, reading, shorten
 from dsbd_cli.models.chat import begin_rendering, check_template
 from dsbd_cli.models.checkpoints.hub import locate, locate_adapters, stored_bytes
-from dsbd_cli.ops.cpu.ahead import touching
+from dsbd_cli.ops.ahead import touching
 from dsbd_cli.requests import EngineInfo
 from dsbd_cli.threads import MOST_THREADS, processors, sleep_sooner, wait_without_spinning
 
@@ -116,8 +116,7 @@ def load(
             from dsbd_cli.engine.decoding.engine import Engine
             from dsbd_cli.engine.iteration.devices import iteration_ops
             from dsbd_cli.models.pair import load_pair
-            from dsbd_cli.ops.cpu.runtime import compile_beside
-            from dsbd_cli.ops.select import rejected_kernels
+            from dsbd_cli.ops.select import begin_compiling, rejected_kernels
 
         _set_threads(threads)
         if kernels and spec.device_map is None:  # raise before a large model is loaded
@@ -125,7 +124,7 @@ def load(
             if (auto if spec.device == "auto" else spec.device) == "cpu":
                 iteration_ops(torch.device("cpu"), kernels)
         if spec.device == "cpu" or (spec.device == "auto" and not torch.cuda.is_available()):
-            compile_beside("iteration")  # while models are loaded
+            begin_compiling()  # while models are loaded
         pair = load_pair(spec, draft_spec, bridged=draft_spec is not None and method.bridges)
     _use_template(pair.codec, spec.source, template, chat_template_kwargs)
     width, catalogue_notes = pair.target.vocab_size, list[str]()
@@ -236,7 +235,7 @@ def _specs(target: ModelRef, draft: ModelRef | None, kernels: bool | None) -> tu
     return spec, draft_spec
 
 
-def _packed_bytes(spec: ModelSpec, place: Path) -> int:
+def _packed_bytes(spec: ModelSpec, path: Path) -> int:
     """Return how many bytes our kernels' packed weights take at least, as far as one can tell without torch; 0 where
     there may be none."""
     if spec.device != "cpu" and (spec.device != "auto" or any(map(os.path.exists, GPU_FILES))):
@@ -245,15 +244,15 @@ def _packed_bytes(spec: ModelSpec, place: Path) -> int:
         return 0
     try:
         flags = CPU_FACTS.read_text(encoding="utf-8")
-        config = json.loads((place / "config.json").read_bytes())
+        config = json.loads((path / "config.json").read_bytes())
         halves = config.get("dtype", config.get("torch_dtype")) in ("bfloat16", "float16")
     except (OSError, ValueError, AttributeError, RecursionError):  # a GGUF file, or what the load will report
         return 0
     if spec.quantize is not None:
-        return stored_bytes(place) // 2 if " avx512_vnni" in flags or " amx_int8" in flags else 0
+        return stored_bytes(path) // 2 if " avx512_vnni" in flags or " amx_int8" in flags else 0
     if " avx512f" not in flags or " amx_bf16" in flags:  # with matrix units bfloat16 stays in its file
         return 0
-    return stored_bytes(place) if halves else stored_bytes(place) // 2
+    return stored_bytes(path) if halves else stored_bytes(path) // 2
 
 
 def _check_place(name: str, value: object, *others: type) -> None:

@@ -345,7 +345,7 @@ def _ends(reader: WeightReader) -> tuple[Tensor, Tensor, Tensor]:
     spec = reader.spec
     table = reader.tensor("embed_tokens.weight", spec.vocabulary, spec.hidden)
     rows = table if spec.tied else reader.tensors["lm_head.weight"]()
-    norm = reader.norm("norm.weight", spec.hidden) + float(spec.unit_offset)
+    norm = reader.norm("norm.weight", spec.hidden).weight + float(spec.unit_offset)
     return rows.float() / spec.logit_scale, table, norm
 
 
@@ -363,7 +363,7 @@ def _copy_layer(layer: Any, reader: WeightReader) -> None:
     offset = float(reader.spec.unit_offset)
     for norm, given in ((layer.hidden_norm, last.input_norm), (layer.post_attention_layernorm, last.mlp_norm)):
         if given is not None:
-            norm.weight.copy_(given + offset)
+            norm.weight.copy_(given.weight + offset)
 
 
 def _rope_theta(text: Any) -> float:

@@ -35,7 +35,7 @@ from dsbd_cli.engine.planning.timing import PhaseTimer
 from dsbd_cli.engine.protocols import ForestModel, KernelModel, TextCodec
 from dsbd_cli.engine.verify.rules import make_rule
 from dsbd_cli.errors import RowError, UsageError
-from dsbd_cli.ops.interface import Ops
+from dsbd_cli.ops.interface import Ops, host_reads
 from dsbd_cli.ops.select import ITERATION
 from dsbd_cli.requests import EngineInfo, NumberedRequests, Piece, Request, RequestResult
 
@@ -122,7 +122,7 @@ class Engine:
         self._use(ops)
         self._planner = planner_for(
             self.method,
-            gated=device.type == "cpu",  # on a GPU nothing is read before an iteration has ended
+            gated=host_reads(device),
             draft_share=0.0 if shared is None else shared.read_bytes / target.read_bytes,
         )
         self._scheduler = Scheduler(self._caches, self.method, batch_size)
@@ -307,7 +307,7 @@ class Engine:
         """Run iterations with these operations from now on."""
         self._stepper.ops = ops
         if self.info is not None:
-            of_target = (one for one in self.info.ops if one[0] not in {own.op for own in ops.report})
+            of_target = (report for report in self.info.ops if report[0] not in {own.op for own in ops.report})
             self.info = replace(self.info, ops=(*of_target, *ops.facts))
         for model in self.models:
             if isinstance(model, KernelModel):

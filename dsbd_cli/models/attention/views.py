@@ -26,7 +26,7 @@ from dsbd_cli.models.attention.forest import (
     prompt_attention,
 )
 from dsbd_cli.models.attention.metadata import AttentionMetadata, LayerMask, filled_queries
-from dsbd_cli.ops.cpu.runtime import EAGER, Eager
+from dsbd_cli.ops import run
 from dsbd_cli.ops.interface import Ops
 from dsbd_cli.ops.layout import SlotPaths
 
@@ -37,7 +37,7 @@ LEAST_PADDED = 64  # slots that a program has room for in a path, and between it
 class View:
     """The way in which the nodes of one forward attend, in all layers with the same window."""
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, run: Eager) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """Return attention [R, n, Q, E] of query [R, Q, n, E] over key and value [R', K, S', E]."""
         raise NotImplementedError
 
@@ -111,10 +111,10 @@ class LayerViews:
     scoring: Scoring
     planes: Callable[[int], tuple[Tensor, Tensor]]
 
-    def attend(self, layer: int, query: Tensor, run: Eager) -> Tensor:
+    def attend(self, layer: int, query: Tensor) -> Tensor:
         """Return attention [R, n, Q, E] of a layer's query [R, Q, n, E]."""
         key, value = (plane.transpose(1, 2) for plane in self.planes(layer))
-        return self.views[self.kinds[layer]].attend(query, key, value, self.scoring, run)
+        return self.views[self.kinds[layer]].attend(query, key, value, self.scoring)
 
     def key(self) -> Hashable:
         """Return the properties that a program depends on; None: no program can hold the views."""
@@ -149,7 +149,7 @@ def attend(
             scoring = replace(scoring, bias=None)  # T5 passes zeros, because a source has no distance to an answer
         if metadata.split.exact or (mask.whole and scoring.plain):
             metadata.used += 1
-            return view_of(metadata, mask, query, key, value, scoring).attend(query, key, value, scoring, EAGER)
+            return view_of(metadata, mask, query, key, value, scoring).attend(query, key, value, scoring)
     if metadata is not None and metadata.first_slot is not None and given is not None and scoring.bias is None:
         return by_blocks(metadata.first_slot, query, key, value, given, scoring)
     return by_mask(query, key, value, given, scoring)
@@ -167,13 +167,13 @@ class PrefixView(View):
     kernel: ModuleType
     rows: Tensor | None = None
 
-    def part(self, query: Tensor, key: Tensor, value: Tensor, scale: float, run: Eager) -> tuple[Tensor, Tensor]:
+    def part(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Return attention [R, K, m, E] and its natural log-sums [R, K, m]."""
-        part: tuple[Tensor, Tensor] = self.kernel.attend(query, key, value, self.counts, scale, rows=self.rows, run=run)
+        part: tuple[Tensor, Tensor] = self.kernel.attend(query, key, value, self.counts, scale, rows=self.rows)
         return part
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, run: Eager) -> Tensor:
-        out = self.part(query, key, value, scoring.scale, run)[0]
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+        out = self.part(query, key, value, scoring.scale)[0]
         return run.compute(lambda: out.view(query.shape).transpose(1, 2).contiguous())
 
     def key(self) -> Hashable:
@@ -217,15 +217,15 @@ class PathView(View):
             return cls(slots, paths, None, kernel)
         return cls((), paths, None, kernel, PrefixView(mask.split.counts, prompts))
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, run: Eager) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         key, value, scale = key[: len(query)], value[: len(query)], scoring.scale
         part: tuple[Tensor, Tensor] | None = None
         if self.prompt is not None:
-            part = self.prompt.part(query, key, value, scale, run)
+            part = self.prompt.part(query, key, value, scale)
         elif self.prompt_slots:
             part = run.compute(lambda: prompt_attention(self.prompt_slots, query, key, value, self.prompt_mask, scale))
         more = {"softcap": scoring.softcap, "sinks": scoring.sinks, "bias": scoring.bias}
-        out: Tensor = self.kernel.attend(self.paths, query, key, value, scale, prompt_part=part, **more, run=run)
+        out: Tensor = self.kernel.attend(self.paths, query, key, value, scale, prompt_part=part, **more)
         return out
 
     def key(self) -> Hashable:
@@ -263,7 +263,7 @@ class MaskView(View):
     compute: Callable[[LayerMask, Tensor, Tensor, Tensor, Scoring], Tensor]
     rows: Tensor | None = None
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, run: Eager) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         def compute() -> Tensor:
             planes = [states.transpose(1, 2)[:, : self.mask.seen.shape[-1]] for states in (key, value)]
             count, rows = len(query), self.rows

@@ -15,7 +15,8 @@ import functools
 import torch
 from torch import Tensor
 
-from dsbd_cli.ops.cpu.runtime import EAGER, FLOATS, SMALL, CpuKernel, Eager, fields, kernels, layout, offsets
+from dsbd_cli.ops import run
+from dsbd_cli.ops.cpu.runtime import FLOATS, SMALL, CpuKernel, fields, kernels, layout, offsets
 from dsbd_cli.ops.layout import SlotPaths
 
 LANES = 16
@@ -96,7 +97,6 @@ def attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
-    run: Eager = EAGER,
 ) -> Tensor:
     """Attend with query [R, H * G, n, E] to the listed slots of key and value [R, H, S, E]. Return [R, n, H * G, E].
 

@@ -15,8 +15,8 @@ import dsbd_cli
 from dsbd_cli import ModelSpec, loading
 from dsbd_cli.errors import ModelError
 from dsbd_cli.models import load_adapted, load_model
-from dsbd_cli.ops.cpu import ahead, runtime
-from dsbd_cli.ops.cpu.ahead import HUGE, LEAST, TouchedMemory
+from dsbd_cli.ops import ahead, memory
+from dsbd_cli.ops.ahead import HUGE, LEAST, TouchedMemory
 from tests.helpers.checkpoints import save
 
 
@@ -32,22 +32,22 @@ def begun() -> Iterator[TouchedMemory]:
 def test_weights_lie_in_touched_memory_while_there_is_some(begun: TouchedMemory) -> None:
     begin = begun._address
     sizes = [1, 64, 65, HUGE + 1, 9 * HUGE]
-    parts = [runtime.allocate_weights(size) for size in sizes]
+    parts = [memory.allocate_weights(size) for size in sizes]
     for number, part in enumerate(parts):
         assert not part.any()
         assert begin <= part.data_ptr() <= begin + len(begun.memory) - len(part)
-        assert part.data_ptr() % runtime.CACHE_LINE == 0
+        assert part.data_ptr() % memory.CACHE_LINE == 0
         part.fill_(number + 1)
     for number, (size, part) in enumerate(zip(sizes, parts, strict=True)):
         assert len(part) == size
         assert part.eq(number + 1).all()
-    beyond = runtime.allocate_weights(LEAST)
+    beyond = memory.allocate_weights(LEAST)
     assert not begin <= beyond.data_ptr() < begin + len(begun.memory)
     assert not beyond.any()
 
 
 def test_what_no_weight_uses_goes_back_to_the_system(begun: TouchedMemory) -> None:
-    part = runtime.allocate_weights(HUGE + 5)
+    part = memory.allocate_weights(HUGE + 5)
     part.fill_(3)
     rest = torch.frombuffer(begun.memory, dtype=torch.uint8, offset=begun._used)
     rest.fill_(7)
@@ -84,7 +84,7 @@ def test_engines_that_are_loaded_in_threads_do_not_lose_each_others_weights() ->
         for _ in range(20):
             with ahead.touching(LEAST):
                 for size in (HUGE, HUGE // 2, 100):
-                    part = runtime.allocate_weights(size)
+                    part = memory.allocate_weights(size)
                     assert not part.any()
                     held.append(part.fill_(number))
         return all(bool(part.eq(number).all()) for part in held)
