@@ -157,9 +157,8 @@ def apart_faults(package: Path) -> list[str]:
 
 
 def kernel_faults(package: Path) -> list[str]:
-    """Imports of kernels by anyone who should ask `Ops`, but for the attention's and the processor's names, which move
-    with them."""
-    moving = ("models.attention_metadata", "models.forest_attention", "models.decoder", "models.verdicts")
+    """Imports of kernels by anyone who should ask `Ops`, but for the processor's names, which move with it."""
+    moving = ("models.attention.metadata", "models.verdicts")
     return [
         f"{path}:{line} imports {other}"
         for path in sources(package)
