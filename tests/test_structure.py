@@ -28,8 +28,8 @@ LAYERS = (
     ("requests", "lab.reports", "models.chat", "ops.interface", "ops.triton"),
     ("answer_forms", "io.records", "ops.select", "models.verdicts"),
     ("engine.protocols",),
-    ("io.lines", "engine.core", "models.stored_tokenizer", "models.response_template", "models.attention_metadata"),
-    ("engine.planning", "models.tokenizer", "models.kv_cache", "models.forest_attention"),
+    ("io.lines", "engine.core", "models.stored_tokenizer", "models.response_template"),
+    ("engine.planning", "models.tokenizer", "models.kv_cache", "models.attention"),
     ("pick", "engine.constraints", "engine.cache", "engine.verify", "models.cache", "models.forest_model"),
     ("models.recurrent",),
     ("engine.drafting", "models.checkpoints", "lab.tasks"),
@@ -157,9 +157,8 @@ def apart_faults(package: Path) -> list[str]:
 
 
 def kernel_faults(package: Path) -> list[str]:
-    """Imports of kernels by anyone who should ask `Ops`, but for the attention's and the processor's names, which move
-    with them."""
-    moving = ("models.attention_metadata", "models.forest_attention", "models.decoder", "models.verdicts")
+    """Imports of kernels by anyone who should ask `Ops`, but for the processor's names, which move with it."""
+    moving = ("models.attention.metadata", "models.verdicts")
     return [
         f"{path}:{line} imports {other}"
         for path in sources(package)

@@ -125,8 +125,8 @@ def _help(error: typer.TyperException, arguments: Sequence[str]) -> str:
     if context is not None and context.parent is not None:
         return f"{context.command_path} --help lists the options"
     names = {item.name for item in app.registered_commands} | {item.name for item in app.registered_groups}
-    given = next((word for word in arguments if not word.startswith("-")), None)
-    return f"dsbd {given} --help lists the options" if given in names else "dsbd --help lists the commands"
+    command = next((word for word in arguments if not word.startswith("-")), None)
+    return f"dsbd {command} --help lists the options" if command in names else "dsbd --help lists the commands"
 
 
 def _report(message: str, code: int, arguments: Sequence[str]) -> int:

@@ -1,5 +1,5 @@
 """The tensors that kernels of an iteration read and write, declared once for all devices, and the constants that the
-kernels share.
+kernels share. And slots that a kernel lists for another.
 
 A CPU's kernels (ops/cpu/iteration.py) get a structure with a field for each tensor and each size. A GPU's kernels
 (ops/triton) get parameters of these names. The engine makes memory for results with `empty`, and collects a kernel's
@@ -232,3 +232,19 @@ def empty(owner: str, device: torch.device, **sizes: int) -> dict[str, Tensor]:
         tensor.field: torch.empty([dim.of(sizes) for dim in tensor.shape], dtype=tensor.dtype, device=device)
         for tensor in _OWNED[owner]
     }
+
+
+@dataclass(frozen=True, slots=True)
+class SlotPaths:
+    """The suffix slots that each node sees, in order of depth.
+
+    slots [R, n, T] int32, relative to the row's lowest; counts [R, n] int32, how many of them are used; bounds [R, 2]
+    int32: the lowest slot that a node of the row sees, and one past the highest. span: the largest difference of these
+    two. total: S.
+    """
+
+    slots: Tensor
+    counts: Tensor
+    bounds: Tensor
+    span: int
+    total: int

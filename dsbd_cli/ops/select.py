@@ -129,10 +129,8 @@ NUMBA = {
     "gated": _Numba(layer.gated, layer.compiled, _TORCH_LAYERS),
     "rotate": _Numba(layer.rotate, layer.compiled, _TORCH_LAYERS),
     "program": _Numba(program.loop, program.compiled, "layers are called one by one"),
-    "path_attention": _Numba(attention.attend, attention.compiled, "torch computes attention over the suffix"),
-    "prompt_attention": _Numba(
-        prompt_attention.attend, prompt_attention.compiled, "torch computes attention to prompts"
-    ),
+    "path_attention": _Numba(attention, attention.compiled, "torch computes attention over the suffix"),
+    "prompt_attention": _Numba(prompt_attention, prompt_attention.compiled, "torch computes attention to prompts"),
     "log_total": _Numba(_log_total, logsumexp.compiled, "torch computes the sums over the vocabulary"),
     "candidates": _Numba(candidates.candidates, _load_candidates, _TORCH_ITERATIONS),
     "draft": _Numba(_draft, iteration.compiled, _TORCH_ITERATIONS),

@@ -139,8 +139,8 @@ def divergence(logits: Tensor, ids: Tensor, logs: Tensor) -> Tensor:
     logits [n, V] of the draft; ids, logs [n, T] of the target. Reverse KL and total variation were no better
     (benchmarks/README.md).
     """
-    found = logits.float()
-    q_logs = found.gather(1, ids.long()) - found.logsumexp(-1, keepdim=True)
+    values = logits.float()
+    q_logs = values.gather(1, ids.long()) - values.logsumexp(-1, keepdim=True)
     p = logs.exp()
     p_rest, q_rest = ((1 - distribution.sum(1)).clamp(min=LEAST) for distribution in (p, q_logs.exp()))
     return (p * (logs - q_logs)).sum(1) + p_rest * (p_rest / q_rest).log()

@@ -73,16 +73,16 @@ def measured_speed(engine: Engine, requests: Sequence[Request], budget: Budget) 
     budget.start()
     with suppress(CutOffError):
         for request in requests:
-            start, found = budget.clock(), list[tuple[int, float]]()
+            start, timed = budget.clock(), list[tuple[int, float]]()
             for one in engines:
                 began = budget.clock()
                 with budget.running(one.stop):
                     made = [result.hypotheses[0].num_tokens for result in one.run([request]) if result.hypotheses]
-                found += [(tokens, budget.clock() - began) for tokens in made]
+                timed += [(tokens, budget.clock() - began) for tokens in made]
                 if budget.left <= 0:
                     break
-            if len(found) == len(engines):  # else the request fails, or there was no time for all
-                rounds.append(found)
+            if len(timed) == len(engines):  # else the request fails, or there was no time for all
+                rounds.append(timed)
             # the first round takes longer than those to come
             if budget.left < (budget.clock() - start if len(rounds) > 1 else 0.0):
                 break

@@ -95,13 +95,13 @@ class Record:
     @property
     def measured_steps(self) -> set[int]:
         """Steps that have a milestone."""
-        return {one.step for one in self.milestones}
+        return {milestone.step for milestone in self.milestones}
 
     @property
     def last_is_best(self) -> bool:
         """Whether the last milestone has at least as many steps per target call as any before."""
-        measured = [one.measured.acceptance for one in self.milestones]
-        steps = [one.steps_per_call if one else 0.0 for one in measured]
+        measured = [milestone.measured.acceptance for milestone in self.milestones]
+        steps = [acceptance.steps_per_call if acceptance else 0.0 for acceptance in measured]
         return steps[-1] == max(steps)
 
     def write(self, folder: Path) -> None:
@@ -151,25 +151,25 @@ def _read_record(folder: Path) -> Record:
     """Read the record in a folder. Raises UsageError where it cannot be read."""
     path = folder / RECORD
     try:
-        found = orjson.loads(path.read_bytes())
-        if any(found["plan"].pop(name) != value for name, value in DEPRECATED.items()):
+        record = orjson.loads(path.read_bytes())
+        if any(record["plan"].pop(name) != value for name, value in DEPRECATED.items()):
             raise ValueError
-        plan = TrainingPlan(**found["plan"])
-        milestones = [_milestone(one) for one in found["milestones"]]
-        return Record(plan, found["complete"], found["prompts"], found["answers"], milestones)
+        plan = TrainingPlan(**record["plan"])
+        milestones = [_milestone(milestone) for milestone in record["milestones"]]
+        return Record(plan, record["complete"], record["prompts"], record["answers"], milestones)
     except (OSError, ValueError, KeyError, TypeError):
         raise UsageError(f"{path} cannot be read: name a new folder with --output") from None
 
 
-def _milestone(found: dict[str, object]) -> Milestone:
-    step, loss, alone = found["step"], found["loss"], found["one_beam"]
+def _milestone(fields: dict[str, object]) -> Milestone:
+    step, loss, alone = fields["step"], fields["loss"], fields["one_beam"]
     if not isinstance(step, int) or not isinstance(loss, float | None):
         raise TypeError
-    return Milestone(step, loss, _measurement(found["measured"]), None if alone is None else _measurement(alone))
+    return Milestone(step, loss, _measurement(fields["measured"]), None if alone is None else _measurement(alone))
 
 
-def _measurement(found: Any) -> Measurement:
-    passed, speed = found["acceptance"], found["speed"]
+def _measurement(fields: Any) -> Measurement:
+    passed, speed = fields["acceptance"], fields["speed"]
     return Measurement(
         None if passed is None else DraftAcceptance(passed["steps_per_call"], tuple(passed["by_depth"])),
         None if speed is None else Speed(**speed),

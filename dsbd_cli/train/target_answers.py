@@ -54,22 +54,22 @@ class AnswerTokens:
     def parents(self) -> list[int]:
         """Index in `text` that each of its tokens follows; -1 for the first."""
         count = len(self.prompt)
-        return [*range(-1, count - 1), *(count + place if place >= 0 else count - 1 for place in self.branches)]
+        return [*range(-1, count - 1), *(count + index if index >= 0 else count - 1 for index in self.branches)]
 
     @property
     def positions(self) -> list[int]:
         """Number of tokens before each token of `text` on its path."""
-        found: list[int] = []
+        positions: list[int] = []
         for parent in self.parents:
-            found.append(found[parent] + 1 if parent >= 0 else 0)
-        return found
+            positions.append(positions[parent] + 1 if parent >= 0 else 0)
+        return positions
 
     def sees(self, start: int, end: int) -> Tensor:
         """Return [end - start, end] bool: which tokens of `text` the tokens `start` to `end` see, namely those that
         they follow, and themselves."""
         rows = torch.ones(end, end, dtype=torch.bool).tril()
-        for place, parent in enumerate(self.parents[len(self.prompt) : end], len(self.prompt)):
-            rows[place, :place] = rows[parent, :place]
+        for index, parent in enumerate(self.parents[len(self.prompt) : end], len(self.prompt)):
+            rows[index, :index] = rows[parent, :index]
         return rows[start:]
 
 
@@ -150,14 +150,14 @@ def answering_turns(engine: Engine, requests: Sequence[Request]) -> list[tuple[E
     The engine itself answers every TREES-th prompt with all beams, and another one the others with one sampled beam.
     They take turns, so that the time of the answers so far tells that of the rest.
     """
-    requests = [replace(one, sampling=replace(one.sampling, n_best=1)) for one in requests]
+    requests = [replace(request, sampling=replace(request.sampling, n_best=1)) for request in requests]
     if engine.method.num_beams == 1:
         return [(engine, requests)]
     single = engine.replace(method=MethodConfig(num_beams=1, depth=0))
     turns: list[tuple[Engine, list[Request]]] = []
     for start in range(0, len(requests), TURN):
         some = requests[start : start + TURN]
-        turns += [(engine, some[::TREES]), (single, [row for place, row in enumerate(some) if place % TREES])]
+        turns += [(engine, some[::TREES]), (single, [row for index, row in enumerate(some) if index % TREES])]
     return turns
 
 
@@ -190,7 +190,7 @@ def _line(encoder: Encoder, result: RequestResult) -> dict[str, object]:
         "id": result.request.id,
         "text": result.text,
         "prompt_ids": encoder.job(0, result.request).prompt,
-        "answers": [list(one.token_ids) for one in result.hypotheses],
+        "answers": [list(beam.token_ids) for beam in result.hypotheses],
     }
 
 

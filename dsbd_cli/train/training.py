@@ -51,7 +51,8 @@ class Recipe:
         """Return the indices, of `count`, of the answers that a step trains on. Each is used once before any is used
         twice."""
         return [
-            _order(self.seed, place // count, count)[place % count] for place in range(step * BATCH, (step + 1) * BATCH)
+            _order(self.seed, number // count, count)[number % count]
+            for number in range(step * BATCH, (step + 1) * BATCH)
         ]
 
 
@@ -80,17 +81,17 @@ class Training:
 
     def _weight_sum(self, batch: list[AnswerTokens]) -> float:
         """Return the number by which the sum of the batch's divergences is divided."""
-        found = 0.0
-        for one in batch:
-            depths = torch.tensor(one.positions[len(one.prompt) - 1 :]) - (len(one.prompt) - 1)
-            found += sum(DECAY**step * int((depths >= step).sum()) for step in range(UNROLLED))
-        return found
+        total = 0.0
+        for answer in batch:
+            depths = torch.tensor(answer.positions[len(answer.prompt) - 1 :]) - (len(answer.prompt) - 1)
+            total += sum(DECAY**step * int((depths >= step).sum()) for step in range(UNROLLED))
+        return total
 
     def moments(self) -> dict[str, Tensor]:
         """Return the optimizer's state and the losses, by name."""
         state = self._optimizer.state_dict()["state"]
-        found = {f"{number}.{name}": tensor for number, some in state.items() for name, tensor in some.items()}
-        return found | {LOSSES: torch.tensor(self.losses, dtype=torch.float64)}
+        moments = {f"{number}.{name}": tensor for number, some in state.items() for name, tensor in some.items()}
+        return moments | {LOSSES: torch.tensor(self.losses, dtype=torch.float64)}
 
     def restore(self, moments: dict[str, Tensor]) -> None:
         """Continue after the step at which the moments were taken, with the student of that step."""
@@ -107,7 +108,7 @@ class Training:
 
     def run_step(self) -> float:
         """Train one step and return the mean divergence in nats per token. Raises DsbdError where it is not finite."""
-        batch = [self._answers[place] for place in self._recipe.places(self.step, len(self._answers))]
+        batch = [self._answers[index] for index in self._recipe.places(self.step, len(self._answers))]
         weight_sum = self._weight_sum(batch)
         total = 0.0
         for part in self._parts(batch):
@@ -130,28 +131,32 @@ class Training:
         """Divide the batch into answers that go through the student together: of similar length, and few enough for
         the memory of a part. An answer that takes more goes alone."""
         parts: list[list[AnswerTokens]] = []
-        for one in sorted(batch, key=lambda one: (len(one.prompt), len(one.tokens))):
-            wider = [*parts[-1], one] if parts else [one]
+        for answer in sorted(batch, key=lambda answer: (len(answer.prompt), len(answer.tokens))):
+            wider = [*parts[-1], answer] if parts else [answer]
             if parts and len(wider) * self._bytes(wider) <= HEAD_BYTES:
                 parts[-1] = wider
             else:
-                parts.append([one])
+                parts.append([answer])
         return parts
 
     def _bytes(self, part: list[AnswerTokens]) -> int:
         """Return the bytes that each answer of a part takes, padded to the longest: of its float32 logits and attention
         scores in each unrolled step, and of the target's states."""
-        spec, learnt, most = self.student.spec, max(one.learnt for one in part), max(len(one.text) for one in part)
+        spec, learnt, most = (
+            self.student.spec,
+            max(answer.learnt for answer in part),
+            max(len(answer.text) for answer in part),
+        )
         scores = spec.heads * most
         return 4 * (UNROLLED * learnt * (len(self.student.d2t) + scores) + most * len(self.student.taps) * spec.hidden)
 
     def _loss(self, part: list[AnswerTokens]) -> Tensor:
         """Return the sum of the divergences over all unrolled steps and all tokens of the answers."""
-        targets = [self._teacher.distribution(one) for one in part]
+        targets = [self._teacher.distribution(answer) for answer in part]
         trees = Trees.of(part, [target.states for target in targets]).to(self._device)
         most = trees.nodes.shape[1]
         ids, logs = (
-            torch.stack([nn.functional.pad(one, (0, 0, 0, most - len(one))) for one in some]).to(self._device)
+            torch.stack([nn.functional.pad(tensor, (0, 0, 0, most - len(tensor))) for tensor in some]).to(self._device)
             for some in ([target.ids for target in targets], [target.logs for target in targets])
         )
         total = torch.zeros((), device=self._device)

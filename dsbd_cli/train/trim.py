@@ -181,8 +181,8 @@ def trim(
 def stored_dtype(config: Any) -> str:
     """Return the dtype of a checkpoint's weights by its config, in which its draft is stored too; float32 where that is
     none that we load."""
-    found = str(getattr(config, "dtype", None)).removeprefix("torch.")
-    return found if found in DTYPES and found != "auto" else "float32"
+    dtype = str(getattr(config, "dtype", None)).removeprefix("torch.")
+    return dtype if dtype in DTYPES and dtype != "auto" else "float32"
 
 
 def copy_beside(folder: Path, to: Path) -> None:

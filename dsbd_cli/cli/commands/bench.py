@@ -80,7 +80,7 @@ def bench(
     planned = _plan(sweep, draft_wanted)
     sampling = _sampling(drawing, planned)
     settings = run_settings(pair, MethodOptions(), sampling, devices, chat=bool(data.chat), allow=answers.allow)
-    if draft_wanted and not any(one.drafts for one in planned.settings):
+    if draft_wanted and not any(setting.drafts for setting in planned.settings):
         refuse_idle("no method of --methods drafts", (f"--draft {pair.draft}", pair.draft))
     if settings.batch_size is None:
         raise UsageError("--batch-size auto would compare methods at different sizes: give a number")
@@ -92,13 +92,13 @@ def bench(
     datasets, notes = _datasets(data, shots, settings.rows), list[str]()
     planned = _runnable(planned, sweep.methods, settings.rows, datasets)
     with StopSignals() as signals:
-        engine = settings.loader(drafts=any(one.drafts for one in planned.settings))()
+        engine = settings.loader(drafts=any(setting.drafts for setting in planned.settings))()
         # behind the load, which decides how soon threads sleep before torch is imported
         from dsbd_cli.lab.bench.prepare import BenchSpec
         from dsbd_cli.lab.bench.run import Bench
 
         if engine.info is not None and engine.info.draft_form is not None:
-            assisted = [one for one in planned.settings if METHODS[one.method].peer and one.drafts]
+            assisted = [setting for setting in planned.settings if METHODS[setting.method].peer and setting.drafts]
             planned = planned.without(
                 assisted, sweep.methods, "transformers runs neither a draft head nor a trimmed draft"
             )
@@ -146,7 +146,7 @@ def _runnable(planned: SweepPlan, methods: str | None, rows: RowReader, datasets
 
     Raises UsageError if --methods names such a method.
     """
-    asks = {what for one in datasets for what in one.asks}
+    asks = {what for dataset in datasets for what in dataset.asks}
     asks |= {"grammar"} if rows.grammar is not None else set()
     asks |= {"prefix"} if rows.sampling.prefix is not None else set()
     ours = (
@@ -157,17 +157,21 @@ def _runnable(planned: SweepPlan, methods: str | None, rows: RowReader, datasets
     )
     for what, verb in ours:
         if what in asks:
-            peers = [one for one in planned.settings if not isinstance(one.config, MethodConfig)]
+            peers = [setting for setting in planned.settings if not isinstance(setting.config, MethodConfig)]
             planned = planned.without(peers, methods, f"only methods of our own engine {verb}")
     if "greedy" in asks:
-        cannot_be_greedy = [one for one in planned.settings if not one.config.takes_greedy]
+        cannot_be_greedy = [setting for setting in planned.settings if not setting.config.takes_greedy]
         planned = planned.without(cannot_be_greedy, methods, "some line asks for temperature 0, which it does not take")
-    theirs = [one.name for one in planned.settings if one.config.samples and not isinstance(one.config, MethodConfig)]
+    theirs = [
+        setting.name
+        for setting in planned.settings
+        if setting.config.samples and not isinstance(setting.config, MethodConfig)
+    ]
     if "seed" in asks and theirs:
         note = f"{', '.join(theirs)}: transformers draws with the run's seed, not with a line's own"
         planned = dataclasses.replace(planned, notes=(*planned.notes, note))
-    if bare := next((one.name for one in datasets if one.execute is None), None):
-        running = [one for one in planned.settings if METHODS[one.method].pick == "exec"]
+    if bare := next((dataset.name for dataset in datasets if dataset.execute is None), None):
+        running = [setting for setting in planned.settings if METHODS[setting.method].pick == "exec"]
         planned = planned.without(running, methods, f"{bare} has no database to run SQL in")
     return planned
 
@@ -177,10 +181,10 @@ def _sampling(drawing: DrawOptions, planned: SweepPlan) -> SamplingOptions:
 
     Raises UsageError for sampling options if no method samples, and for temperature 0 if some method does not take it.
     """
-    if not any(one.config.samples for one in planned.settings):
+    if not any(setting.config.samples for setting in planned.settings):
         drawn = ("temperature", "top_k", "top_p", "min_p", "seed")
-        refuse_idle("no method of --methods samples", *((option_name(one), getattr(drawing, one)) for one in drawn))
-    cannot_be_greedy = [one.name for one in planned.settings if not one.config.takes_greedy]
+        refuse_idle("no method of --methods samples", *((option_name(name), getattr(drawing, name)) for name in drawn))
+    cannot_be_greedy = [setting.name for setting in planned.settings if not setting.config.takes_greedy]
     if drawing.temperature == 0 and cannot_be_greedy:
         raise UsageError(
             f"--temperature is 0, which {cannot_be_greedy[0]} does not take: drop it, or take the method from --methods"
@@ -205,9 +209,9 @@ def _lack_template(engine: Engine, datasets: Sequence[Dataset], records: int) ->
     template. The others are not answered, so that the gold SQL of a record among them need not run."""
     has_template = engine.info is not None and engine.info.chat
     return has_template and any(
-        one.prompt and "messages" not in one.meta
+        record.prompt and "messages" not in record.meta
         for data in datasets
-        for one in itertools.islice(data.records(), records)
+        for record in itertools.islice(data.records(), records)
     )
 
 
@@ -227,12 +231,12 @@ def _databases(score: str | None) -> list[str]:
 def _datasets(data: DataOptions, shots: int, rows: RowReader) -> list[Dataset]:
     """Return the data sets. rows: settings that lines inherit. Raises UsageError."""
     names = [name.strip() for name in (DEFAULT_TASKS if data.task is None else data.task).split(",")]
-    for place, name in enumerate(names):
+    for index, name in enumerate(names):
         if not name:
             raise UsageError(
                 f"--task {data.task or repr(data.task)} names no task: write names with one comma between them"
             )
-        if name in names[:place]:
+        if name in names[:index]:
             raise UsageError(f"--task: {name} stands there twice: drop one")
     if data.data is not None and len(names) > 1:
         raise UsageError(f"--data {data.data} belongs to one task, but --task is {', '.join(names)}: name one")
@@ -246,11 +250,18 @@ def _datasets(data: DataOptions, shots: int, rows: RowReader) -> list[Dataset]:
     columns = column_rules(data.columns, strict=rows.strict)
     opened = [
         open_dataset(
-            one, data.data, data.dev_data, data.metric, data.files_under, data.score, rows=rows, columns=columns
+            name_of_task,
+            data.data,
+            data.dev_data,
+            data.metric,
+            data.files_under,
+            data.score,
+            rows=rows,
+            columns=columns,
         )
-        for one in names
+        for name_of_task in names
     ]
-    return [with_shots(one, shots) for one in opened] if shots else opened
+    return [with_shots(dataset, shots) for dataset in opened] if shots else opened
 
 
 def _run(running: Bench, outputs: BenchOutputs) -> bool:

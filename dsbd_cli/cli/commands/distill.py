@@ -123,10 +123,10 @@ def distill(
     rate = options.learning_rate
     if rate is not None and not 0 < rate < 1:
         raise UsageError(f"--learning-rate is {rate:g}, but must be above 0 and below 1")
-    place, draft_device = devices_of(loading.device)
+    target_device, draft_device = devices_of(loading.device)
     if draft_device is not None:
         raise UsageError(f"--device names {draft_device} for the draft, but a head runs where its target does")
-    own = {"device": place, "quantize": options.quantize, "threads": options.threads}
+    own = {"device": target_device, "quantize": options.quantize, "threads": options.threads}
     devices = DeviceOptions(**vars(loading) | vars(templates) | own)
     settings = _run_settings(target, options, decoding, devices)
     with StopSignals() as signals, talking() as talk:
@@ -198,15 +198,15 @@ class _Distilling:
         prompts."""
         digest, name = blake2b(digest_size=16), f"--input {self._input}"
         columns = self._options.columns
-        found = read_prompts("--input", self._input, self._settings.rows, seen=digest.update, columns=columns)
-        if len(found) < HELD_OUT_EVERY:
+        requests = read_prompts("--input", self._input, self._settings.rows, seen=digest.update, columns=columns)
+        if len(requests) < HELD_OUT_EVERY:
             raise UsageError(
-                f"{name} holds {plural(len(found), 'prompt')}, but {HELD_OUT_EVERY} or more are needed: "
+                f"{name} holds {plural(len(requests), 'prompt')}, but {HELD_OUT_EVERY} or more are needed: "
                 "hundreds are better"
             )
-        if len(found) < FEW_PROMPTS:
-            warn(f"{name} holds {len(found)} prompts: below {FEW_PROMPTS} a draft hardly learns more than these")
-        return found, digest.hexdigest()
+        if len(requests) < FEW_PROMPTS:
+            warn(f"{name} holds {len(requests)} prompts: below {FEW_PROMPTS} a draft hardly learns more than these")
+        return requests, digest.hexdigest()
 
     def _plan(self, vocabulary: int, digest: str) -> TrainingPlan:
         options, settings, method = self._options, self._settings, self._settings.method
@@ -298,7 +298,7 @@ class _Distilling:
             self._forget()
             raise DsbdError(f"no prompt of {self._input} could be answered, so there is nothing to learn from")
         self._record.answers = len(self._answers)
-        tokens = sum(len(one.tokens) for one in self._answers)
+        tokens = sum(len(answer.tokens) for answer in self._answers)
         say(f"{len(self._answers)} answers of {tokens} tokens to learn from, in {path}")
 
     # The head
@@ -371,8 +371,8 @@ class _Distilling:
         record, losses, step = self._record, training.losses, training.step
         ends = step in (0, record.plan.steps)
         timed = ends and len(held) > 1  # the first one warms up
-        found = self._measure(engine, folder, held if ends else held[:HELD_OUT_BETWEEN], speed=timed)
-        milestone = Milestone(step, fmean(losses) if losses else None, *found)
+        measured = self._measure(engine, folder, held if ends else held[:HELD_OUT_BETWEEN], speed=timed)
+        milestone = Milestone(step, fmean(losses) if losses else None, *measured)
         losses.clear()
         record.milestones.append(milestone)
         record.write(self._folder)
@@ -387,7 +387,7 @@ class _Distilling:
         training = open_training(engine, self._spec, record.plan, self._answers, folder, self._on_choice)
         if training.resumed:
             # milestones after this step are dropped, because their steps are taken again
-            record.milestones = [one for one in record.milestones if one.step <= training.step]
+            record.milestones = [milestone for milestone in record.milestones if milestone.step <= training.step]
             if training.step in record.measured_steps:
                 training.losses.clear()
             say(f"going on behind step {training.step}")
@@ -410,12 +410,12 @@ class _Distilling:
         from dsbd_cli.train.draft_acceptance import with_head
 
         pair = with_head(engine, folder, self._spec)
-        held = [replace(one, sampling=replace(one.sampling, n_best=1)) for one in held]
-        found = self._measured(pair, held, speed=speed)
+        held = [replace(request, sampling=replace(request.sampling, n_best=1)) for request in held]
+        measurement = self._measured(pair, held, speed=speed)
         if pair.method.num_beams == 1:
-            return found, None
+            return measurement, None
         single = pair.replace(method=replace(pair.method, num_beams=1))
-        return found, self._measured(single, held, speed=speed)
+        return measurement, self._measured(single, held, speed=speed)
 
     def _measured(self, pair: Engine, held: list[Request], *, speed: bool) -> Measurement:
         from dsbd_cli.lab.profiling.budget import Budget
@@ -428,13 +428,13 @@ class _Distilling:
 
         on_answer(0)
         with self._stopping(pair.stop):
-            found = measure_acceptance(pair, held, on_answer)
-        if found is None or not speed:
-            return Measurement(found)
+            acceptance = measure_acceptance(pair, held, on_answer)
+        if acceptance is None or not speed:
+            return Measurement(acceptance)
         budget = Budget(SPEED_S)
         self._talk.now(f"measuring speed for {SPEED_S:.0f} s{beams}")
         with self._stopping(budget.stop):
-            return Measurement(found, measured_speed(pair, held[:HELD_OUT_BETWEEN], budget))
+            return Measurement(acceptance, measured_speed(pair, held[:HELD_OUT_BETWEEN], budget))
 
 
 def _go_on() -> None:

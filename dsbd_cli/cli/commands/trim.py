@@ -269,7 +269,7 @@ def _show(report: TrimReport, measured: tuple[Sums, Sums] | None, prompts: int, 
             "draft_ms_per_token": "draft ms per token",
             "target_ms_per_token": "target ms per token",
         }
-        rates = [_rates(one) for one in measured]
+        rates = [_rates(rate) for rate in measured]
         for name, title in names.items():
             table.add_row(title, *(DASH if rate[name] is None else f"{rate[name]:.3f}" for rate in rates))
     console = Screen(sys.stdout)

@@ -80,7 +80,7 @@ def _parameter(field: str, declared: Mapping[str, Any], kind: object) -> inspect
     """Return the option of a field as the parameter that typer reads. declared: its metadata. kind: its type."""
     name, setting = option_name(field), field in SETTINGS
     kinds, parser = (*typing.get_args(kind), kind), None
-    if number := next((one for one in (int, float) if one in kinds), None):
+    if number := next((kind for kind in (int, float) if kind in kinds), None):
         parser = _number(number, *declared["bounds"])
     elif setting and bool in kinds:  # a setting takes a value, unlike a switch
         kind, parser = str | None, _yes_or_no
@@ -90,7 +90,7 @@ def _parameter(field: str, declared: Mapping[str, Any], kind: object) -> inspect
         help=declared["help"],
         rich_help_panel=declared["panel"],
         show_default=False,
-        metavar=declared["metavar"] or next((METAVARS[one] for one in kinds if one in METAVARS), None),
+        metavar=declared["metavar"] or next((METAVARS[kind] for kind in kinds if kind in METAVARS), None),
         parser=parser,
         hidden=setting or declared["hidden"],
         is_eager=declared["callback"] is not None,
@@ -119,12 +119,12 @@ def _number(kind: type, least: float | None, most: float | None, above: float | 
     return read
 
 
-def _check_text(given: Mapping[str, object], names: Mapping[str, str]) -> None:
+def _check_text(values: Mapping[str, object], names: Mapping[str, str]) -> None:
     """Refuse values that are not UTF-8, which nothing can tokenize or write. Paths may have any bytes."""
-    for name, value in given.items():
-        for one in value if isinstance(value, list | tuple) else (value,):
-            if isinstance(one, str) and not is_utf8(one):
-                raise UsageError(f"{names.get(name, option_name(name))} is {one!r}, which is not UTF-8")
+    for name, value in values.items():
+        for word in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(word, str) and not is_utf8(word):
+                raise UsageError(f"{names.get(name, option_name(name))} is {word!r}, which is not UTF-8")
 
 
 def _yes_or_no(text: str) -> bool:
@@ -145,19 +145,19 @@ def grouped(function: Callable[..., None], *, elsewhere: tuple[type, ...] = ()) 
     hints = {name: kind for name, kind in every.items() if name not in ("return", "arguments")}
     types = {name: kind for group in hints.values() for name, kind in typing.get_type_hints(group).items()}
     table = {item.name: item for group in hints.values() for item in dataclasses.fields(group)}
-    known = {*table, *(item.name for group in elsewhere for item in dataclasses.fields(group))}
+    names_of_options = {*table, *(item.name for group in elsewhere for item in dataclasses.fields(group))}
     parameters = [_parameter(name, item.metadata, types[name]) for name, item in table.items()]
     if settings := sorted(name.replace("_", "-") for name in table if name in SETTINGS):
         shown = f"what is seldom typed, may be repeated: {', '.join(settings)} (docs/cli.md says what they mean)"
         declared: dataclasses.Field[object] = option("Settings", shown, metavar="NAME=VALUE", callback=read_settings)
         parameters.append(_parameter("set", declared.metadata, list[str] | None))
 
-    def command(ctx: typer.Context, **given: object) -> None:
-        check_variables(known, ctx.command_path)
+    def command(ctx: typer.Context, **options: object) -> None:
+        check_variables(names_of_options, ctx.command_path)
         names = typed_names(table)
-        _check_text(given, names)
+        _check_text(options, names)
         values = {
-            name: kind(**{item.name: given[item.name] for item in dataclasses.fields(kind)})
+            name: kind(**{item.name: options[item.name] for item in dataclasses.fields(kind)})
             for name, kind in hints.items()
         }
         if "arguments" in every:
@@ -188,27 +188,27 @@ class _PlainHelp:
     def __init__(self, *arguments: object, **options: object) -> None:
         super().__init__(*arguments, **options)
         paragraphs = inspect.cleandoc(self.help or "").split("\n\n")
-        self.help = "\n\n".join(" ".join(one.split()) for one in paragraphs)
+        self.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
 
     def get_params(self, ctx: typer.Context) -> list[object]:
         params: list[object] = super().get_params(ctx)  # type: ignore[misc]
-        for one in params:
-            if getattr(one, "is_flag", False):
-                one.metavar = ""  # type: ignore[attr-defined]
-            if getattr(one, "param_type_name", "") == "argument":
-                one.display_type_rich = lambda ctx: None  # type: ignore[attr-defined]
+        for param in params:
+            if getattr(param, "is_flag", False):
+                param.metavar = ""  # type: ignore[attr-defined]
+            if getattr(param, "param_type_name", "") == "argument":
+                param.display_type_rich = lambda ctx: None  # type: ignore[attr-defined]
         return params
 
     def format_help(self, ctx: typer.Context, formatter: object) -> None:
         params = self.get_params(ctx)
-        negative = [getattr(one, "secondary_opts", []) for one in params]
-        for one in params:
-            one.secondary_opts = []  # type: ignore[attr-defined]
+        negative = [getattr(param, "secondary_opts", []) for param in params]
+        for param in params:
+            param.secondary_opts = []  # type: ignore[attr-defined]
         try:
             super().format_help(ctx, formatter)  # type: ignore[misc]
         finally:
-            for one, names in zip(params, negative, strict=True):
-                one.secondary_opts = names  # type: ignore[attr-defined]
+            for param, names in zip(params, negative, strict=True):
+                param.secondary_opts = names  # type: ignore[attr-defined]
 
 
 class Command(_PlainHelp, TyperCommand):  # type: ignore[misc]
@@ -224,11 +224,11 @@ class Command(_PlainHelp, TyperCommand):  # type: ignore[misc]
         except typer.BadParameter as error:
             if error.param is None or not error.message:  # one that is missing
                 raise
-            place = place_of(ctx, error.param.name, max(error.param.opts, key=len))
-            raise UsageError(f"{place} {_refusal(error.message)}") from None
+            source = place_of(ctx, error.param.name, max(error.param.opts, key=len))
+            raise UsageError(f"{source} {_refusal(error.message)}") from None
         except typer.TyperException as error:
-            known = [name for one in self.params for name in one.opts]
-            if not error.message.startswith(EXTRA) or "--input" not in known:
+            names = [name for param in self.params for name in param.opts]
+            if not error.message.startswith(EXTRA) or "--input" not in names:
                 raise
             words = error.message.removeprefix(f"{EXTRA} (").removesuffix(")")
             raise UsageError(f"{words} stands without an option: --input FILE names what is read") from None
@@ -237,8 +237,8 @@ class Command(_PlainHelp, TyperCommand):  # type: ignore[misc]
 def _refusal(message: str) -> str:
     """Return the parser's message about a wrong value as it stands behind the option's name."""
     text = message.removeprefix("Value error, ")
-    given, is_choice, known = text.partition(" is not one of ")
-    return f"is {given}, but must be one of {known.rstrip('.').replace(chr(39), '')}" if is_choice else text
+    value, is_choice, choices = text.partition(" is not one of ")
+    return f"is {value}, but must be one of {choices.rstrip('.').replace(chr(39), '')}" if is_choice else text
 
 
 class Group(_PlainHelp, TyperGroup):  # type: ignore[misc]

@@ -32,26 +32,26 @@ def open_sources(ctx: typer.Context) -> None:
     """Make --set, the job file and the DSBD_ variables defaults of the command's options. The first two are read when
     these options are. An empty variable counts as not given. Raises UsageError."""
     words: dict[str, object] = {}
-    for one in ctx.command.params:
-        word = os.environ.get(variable(one.name))
-        if not word or one.name in OF_ONE_RUN:
+    for param in ctx.command.params:
+        word = os.environ.get(variable(param.name))
+        if not word or param.name in OF_ONE_RUN:
             continue
-        if getattr(one, "is_flag", False) and word.lower() not in (*YES, *NO):
-            raise UsageError(f"{variable(one.name)} is {word!r}, but must be {KINDS[bool]}")
-        words[one.name] = _words(one, word)
+        if getattr(param, "is_flag", False) and word.lower() not in (*YES, *NO):
+            raise UsageError(f"{variable(param.name)} is {word!r}, but must be {KINDS[bool]}")
+        words[param.name] = _words(param, word)
     ctx.default_map = ChainMap({}, {}, words)
 
 
-def read_settings(ctx: typer.Context, given: Sequence[str] | None) -> None:
+def read_settings(ctx: typer.Context, words: Sequence[str] | None) -> None:
     """Read the words NAME=VALUE of --set; the last of a name counts. Raises UsageError for a setting without a value,
     and for one that the command does not have. While a shell completes the line, nothing is refused."""
-    known = [name for one in ctx.command.params for name in one.opts if name.startswith("--")]
-    for word in () if ctx.resilient_parsing else given or ():
+    options = [name for param in ctx.command.params for name in param.opts if name.startswith("--")]
+    for word in () if ctx.resilient_parsing else words or ():
         name, equals, value = word.partition("=")
         setting = f"--set {name.replace('_', '-')}"
-        if setting not in known:
-            names = {one.removeprefix("--").removeprefix("set "): one for one in known}
-            near = [names[one] for one in difflib.get_close_matches(name.replace("_", "-"), names, n=3)]
+        if setting not in options:
+            names = {option.removeprefix("--").removeprefix("set "): option for option in options}
+            near = [names[key] for key in difflib.get_close_matches(name.replace("_", "-"), names, n=3)]
             hint = f"did you mean {' or '.join(near)}?" if near else f"{ctx.command_path} --help lists the settings"
             raise UsageError(f"{setting}: {ctx.command_path} has no such setting: {hint}")
         if not equals:
@@ -72,12 +72,12 @@ def read_job(ctx: typer.Context, path: Path | None) -> Path | None:
         raise UsageError(f"--config {path} cannot be read: a value has too many digits or levels") from None
     groups = vars(ctx.command.callback).get("groups", ())
     hints = {name: hint for group in groups for name, hint in typing.get_type_hints(group).items()}
-    known = [name for name in hints if name not in ("config", *OF_ONE_RUN)]
-    params, job = {one.name: one for one in ctx.command.params}, _maps(ctx)[1]
+    names = [name for name in hints if name not in ("config", *OF_ONE_RUN)]
+    params, job = {param.name: param for param in ctx.command.params}, _maps(ctx)[1]
     for key, value in raw.items():
         name = key.replace("-", "_")
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=3)
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=3)
             hint = f"did you mean {', '.join(near)}?" if near else "dsbd generate --print-config lists them"
             raise UsageError(f"--config {path}: {key} is no option of a job: {hint}")
         if name in job:
@@ -91,20 +91,20 @@ def read_job(ctx: typer.Context, path: Path | None) -> Path | None:
 def _words(param: object, value: object) -> str | list[str]:
     """Return a value as it would be typed: a word, or words for an option that may be repeated."""
     items = value if isinstance(value, list) else [value]
-    words = [str(one).lower() if isinstance(one, bool) else str(one) for one in items]
+    words = [str(item).lower() if isinstance(item, bool) else str(item) for item in items]
     return words if getattr(param, "multiple", False) else words[0]
 
 
 def _expected(name: str, hint: object, value: object) -> str | None:
     """Return what a TOML value without its option's type must be; None for one with it. TOML tells 3 from '3', so a
     wrong type is a mistake."""
-    kind = next((one for one in typing.get_args(hint) if one is not type(None)), hint)
+    kind = next((arg for arg in typing.get_args(hint) if arg is not type(None)), hint)
     if typing.get_origin(kind) is typing.Literal:
         choices = typing.get_args(kind)
         return None if value in choices else f"one of {', '.join(choices)}"
     if typing.get_origin(kind) is list:
         words = value if isinstance(value, list) else [value]
-        return None if all(isinstance(one, str) for one in words) else "a string or a list of strings"
+        return None if all(isinstance(word, str) for word in words) else "a string or a list of strings"
     if kind in (int, float, bool):
         fits = type(value) is kind or (kind is float and type(value) is int)
         return None if fits else KINDS[kind]
@@ -133,11 +133,13 @@ def variable(name: str) -> str:
 
 def check_variables(names: Collection[str], command: str) -> None:
     """Raise UsageError for a DSBD_ variable without an option: it is most likely misspelt, and would be ignored."""
-    known = {variable(name) for name in names if name not in OF_ONE_RUN}.union(OTHER_VARIABLES)
+    variables = {variable(name) for name in names if name not in OF_ONE_RUN}.union(OTHER_VARIABLES)
     for name in sorted(os.environ):
-        if name.startswith(PREFIX) and name not in known:
+        if name.startswith(PREFIX) and name not in variables:
             rest = name.removeprefix(PREFIX)  # the prefix alone makes any two names alike
-            near = difflib.get_close_matches(rest, sorted(one.removeprefix(PREFIX) for one in known), n=1)
+            near = difflib.get_close_matches(
+                rest, sorted(name_of_variable.removeprefix(PREFIX) for name_of_variable in variables), n=1
+            )
             hint = f"did you mean {PREFIX}{near[0]}? Otherwise unset it" if near else "unset it"
             raise UsageError(f"the variable {name} is set, but {command} has no such option: {hint}")
 

@@ -62,12 +62,12 @@ class Bench:
         size, room = window_size(spec.batch_size), self._room()
         self._parts = [
             BenchPart(
-                one.name,
-                prepare(one, pair.codec, spec.records, size, room, spec.sampling),
+                dataset.name,
+                prepare(dataset, pair.codec, spec.records, size, room, spec.sampling),
                 tuple(spec.settings),
                 spec.rounds,
             )
-            for one in spec.datasets
+            for dataset in spec.datasets
         ]
         ids = [prompt.ids for part in self._parts for window in part.data.windows for prompt in window]
         longest = max(map(len, ids))
@@ -150,7 +150,9 @@ class Bench:
     def _failures(self) -> Iterator[str]:
         """Yield a note for each data set on which some method has failed to answer."""
         for part in self._parts:
-            failed = [tally for (one, _), tally in self._tallies.items() if one is part and tally.failed]
+            failed = [
+                tally for (part_of_tally, _), tally in self._tallies.items() if part_of_tally is part and tally.failed
+            ]
             if failed:
                 counts = ", ".join(f"{tally.setting.name} {tally.failed}" for tally in failed)
                 yield (

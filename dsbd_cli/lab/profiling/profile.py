@@ -116,19 +116,19 @@ class _Session:
         method, budget, bench = self._method, self._budget, self._bench
         budget.tell("timing one forward")
         encoder = Encoder.alone(bench.target, bench.loaded.codec, method)
-        lengths = [_prompt_tokens(encoder, one) for one in bench.requests]
+        lengths = [_prompt_tokens(encoder, request) for request in bench.requests]
         beams, drafts = method.num_beams, method.drafts_per_layer
         nodes = sorted({beams, self._now.nodes(beams) if method.depth else 4 * beams})
         slots = -(-(max(lengths) + max(*nodes, drafts) + 1) // SLOT_STEP) * SLOT_STEP
 
         def line(role: str, model: ForestModel, counts: list[int]) -> FittedLine:
-            found, shown = FittedLine(), []
+            fitted, shown = FittedLine(), []
             for count in counts:
                 seconds = _one_forward(model, slots, count, budget.clock)
-                found.add(count, seconds)
+                fitted.add(count, seconds)
                 shown.append(f"{1000 * seconds:.3g} ms for {plural(count, 'node')}")
             budget.found(f"one forward of the {role}: {', '.join(shown)}")
-            return found
+            return fitted
 
         target, draft = line("target", bench.target, nodes), None
         if bench.draft_model is not None and method.depth:
@@ -137,17 +137,17 @@ class _Session:
         requests = _fitting(expected, bench.requests, lengths, budget.left * RUN_SHARE)
         if requests != bench.requests:
             self._bench = replace(bench, requests=requests, batch_size=min(bench.batch_size, len(requests)))
-            tokens = max(one.sampling.max_new_tokens for one in requests)
+            tokens = max(request.sampling.max_new_tokens for request in requests)
             if len(requests) < len(bench.requests):
                 budget.left_out.append(f"{len(bench.requests) - len(requests)} of {len(bench.requests)} prompts")
-            if any(one.sampling.max_new_tokens > tokens for one in bench.requests):
+            if any(request.sampling.max_new_tokens > tokens for request in bench.requests):
                 budget.left_out.append(f"new tokens beyond {tokens} of each prompt")
         return expected
 
     def _take_rounds(self, expected: Expected, repeats: int) -> None:
         """Run in turn, in several rounds, the setting in use, the fastest one that was run, and no draft."""
-        found = [(setting, run.tokens / run.seconds) for setting, run in self._single_runs.items()]
-        fastest = advice.choose(found, self._method.num_beams)
+        speeds = [(setting, run.tokens / run.seconds) for setting, run in self._single_runs.items()]
+        fastest = advice.choose(speeds, self._method.num_beams)
         settings = list(dict.fromkeys([self._now, fastest, NO_DRAFT]))
         seconds = sum(expected.run(setting) for setting in settings)
         for number in range(1, repeats + 1):
@@ -178,7 +178,7 @@ class _Session:
         )
         notes = advice.warnings(self._machine, list(measured.values()))
         notes += advice.drafting(self._first)
-        tried = [one for one in measured.values() if one.setting != now]
+        tried = [setting for setting in measured.values() if setting.setting != now]
         notes += advice.notes(measured[now], tried, best)
         notes += advice.missing(self._budget)
         return Profile(
@@ -221,12 +221,12 @@ def neighbours(method: MethodConfig) -> list[ForestSize]:
         return []
     depth, drafts, least = now.depth, now.drafts_per_layer, now.min_width or method.num_beams
     sizes = [(max(depth // 2, 1), drafts), (2 * depth, drafts), (depth, max(drafts // 2, least)), (depth, 2 * drafts)]
-    found = []
-    for one in dict.fromkeys(ForestSize(*size, now.min_width) for size in sizes):
+    sizes_around = []
+    for size in dict.fromkeys(ForestSize(*size, now.min_width) for size in sizes):
         with suppress(UsageError):  # a drafter may not take these numbers
-            method_for(method, one)
-            found.append(one)
-    return [one for one in found if one != now]
+            method_for(method, size)
+            sizes_around.append(size)
+    return [size for size in sizes_around if size != now]
 
 
 def _speed(run: ProfiledRun) -> str:
@@ -248,11 +248,11 @@ def _fitting(
     """Return all requests where one run of them takes at most `seconds`. Otherwise return the first ones, at least one,
     with fewer new tokens."""
 
-    def cost(place: int, most: int) -> float:
-        return expected.request(lengths[place], min(most, requests[place].sampling.max_new_tokens))
+    def cost(index: int, most: int) -> float:
+        return expected.request(lengths[index], min(most, requests[index].sampling.max_new_tokens))
 
-    whole = max(one.sampling.max_new_tokens for one in requests)
-    if sum(cost(place, whole) for place in range(len(requests))) <= seconds:
+    whole = max(request.sampling.max_new_tokens for request in requests)
+    if sum(cost(index, whole) for index in range(len(requests))) <= seconds:
         return requests
     for tokens in FEWER_TOKENS:
         count, used = 0, 0.0
@@ -262,8 +262,10 @@ def _fitting(
         if count:
             break
     return tuple(
-        replace(one, sampling=replace(one.sampling, max_new_tokens=min(tokens, one.sampling.max_new_tokens)))
-        for one in requests[: max(count, 1)]
+        replace(
+            request, sampling=replace(request.sampling, max_new_tokens=min(tokens, request.sampling.max_new_tokens))
+        )
+        for request in requests[: max(count, 1)]
     )
 
 

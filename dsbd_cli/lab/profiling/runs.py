@@ -145,9 +145,11 @@ class ProfiledPair:
         engine.observe(log)
         writing, results = 0.0, []
         record = MethodRecord(engine.method, self.info.target, self.info.draft)
-        memories = [PeakMemory(one) for one in self.devices if one.type == "cuda"] or [PeakMemory(self.target.device)]
-        for one in memories:
-            one.start()
+        memories = [PeakMemory(device) for device in self.devices if device.type == "cuda"] or [
+            PeakMemory(self.target.device)
+        ]
+        for memory in memories:
+            memory.start()
         with tempfile.TemporaryDirectory() as folder:
             synchronise(*self.devices)
             start = time.perf_counter()
@@ -162,7 +164,7 @@ class ProfiledPair:
             writing += time.perf_counter() - before
             synchronise(*self.devices)
             seconds = time.perf_counter() - start
-        peaks = [peak for one in memories if (peak := one.peak()) is not None]
+        peaks = [peak for memory in memories if (peak := memory.peak()) is not None]
         for model in self.models:
             model.release()
         return ProfiledRun(engine.method, log, tuple(results), seconds, writing, sum(peaks) if peaks else None)

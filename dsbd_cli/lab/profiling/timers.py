@@ -60,4 +60,4 @@ class RunLog(Observer):
 
     def span_s(self, name: str) -> float:
         """Return the seconds of all spans of a name. Where there are several devices, the longest time counts."""
-        return sum(max(timer.seconds()[name] for timer in one) for one in self._spans[name])
+        return sum(max(timer.seconds()[name] for timer in span) for span in self._spans[name])

@@ -37,7 +37,7 @@ def _acting(settings: Mapping[str, object]) -> dict[str, object]:
     if "depth" not in settings:
         return dict(settings)
     of_forest = {"drafts_per_layer", "width", "adaptive_depth", "drafter"}
-    of_forest |= {one.field for some in (*WIDTHS.values(), *DRAFTERS.values(), FUSION) for one in some.settings}
+    of_forest |= {setting.field for some in (*WIDTHS.values(), *DRAFTERS.values(), FUSION) for setting in some.settings}
     drafts = bool(settings["depth"])
     every = {**dict.fromkeys(sorted(of_forest)), **settings}
     return {name: value if drafts or name not in of_forest else None for name, value in every.items()}

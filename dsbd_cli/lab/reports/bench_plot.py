@@ -98,7 +98,7 @@ def _shown(rows: Sequence[BenchRow]) -> list[BenchRow]:
 def _front(rows: Sequence[BenchRow]) -> list[BenchRow]:
     """Return the rows that no other one beats in both speed and quality."""
     levels = [(row, level) for row in rows if (level := _quality_value(row)) is not None]
-    return [levels[place][0] for place in pareto_front([(row.tokens_per_s.value, level) for row, level in levels])]
+    return [levels[index][0] for index in pareto_front([(row.tokens_per_s.value, level) for row, level in levels])]
 
 
 def _quality_value(row: BenchRow) -> float | None:
@@ -115,7 +115,7 @@ def _quality(axes: Axes, shown: Sequence[BenchRow], rows: Sequence[BenchRow], ta
     _plain_axes(axes, f"{task_title(task, rows)}: quality against speed", f"tokens per second{some}", quality)
     front = {row.name for row in _front(rows)}
     drawn = [(level, row.tokens_per_s.value, row) for row in shown if (level := _quality_value(row)) is not None]
-    drawn.sort(key=lambda one: (one[0], -one[1]))  # on one level the slower point has name and line above
+    drawn.sort(key=lambda point: (point[0], -point[1]))  # on one level the slower point has name and line above
     for level, speed, row in drawn:
         colour = _colour_of(row.method)
         axes.hlines(level, row.tokens_per_s.low, row.tokens_per_s.high, color=colour, alpha=0.35, linewidth=2)
@@ -208,15 +208,15 @@ def _score_limits(axes: Axes) -> None:
 def spread_labels(places: Sequence[float], gap: float, low: float, high: float) -> list[float]:
     """Return places of labels near the given places: in the same order, at least `gap` from each other, and between
     `low` and `high` as long as there is room."""
-    order = sorted(range(len(places)), key=lambda place: places[place])
-    found = [0.0] * len(places)
+    order = sorted(range(len(places)), key=lambda index: places[index])
+    shifts = [0.0] * len(places)
     below = low - gap
-    for place in order:
-        found[place] = below = max(places[place], below + gap)
+    for index in order:
+        shifts[index] = below = max(places[index], below + gap)
     above = high + gap
-    for place in reversed(order):
-        found[place] = above = min(found[place], above - gap)
-    return found
+    for index in reversed(order):
+        shifts[index] = above = min(shifts[index], above - gap)
+    return shifts
 
 
 def picture_bytes(figure: Figure, suffix: str = ".png") -> bytes:

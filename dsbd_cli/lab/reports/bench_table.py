@@ -103,10 +103,10 @@ def fitting(columns: Sequence[Column], rows: Sequence[BenchRow], width: int) -> 
     """Return the columns that fit side by side into a width, and those that do not. No column stands behind one that
     was left out: those that come first are the most important ones."""
     used = 0
-    for place, column in enumerate(columns):
+    for number, column in enumerate(columns):
         used += column.width(rows) + GAP
         if used - GAP > width and not column.text:
-            return list(columns[:place]), list(columns[place:])
+            return list(columns[:number]), list(columns[number:])
     return list(columns), []
 
 

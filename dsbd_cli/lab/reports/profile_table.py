@@ -62,15 +62,18 @@ def _table(profile: Profile, width: int) -> Table:
     )
     every = (profile.now, *profile.tried)
     columns = {
-        "setting": [_mark(profile, one) + one.setting.label for one in every],
-        "tokens/s": [_speed(one) for one in every],
-        "steps/ call": [f"{one.steps_per_call:.2f}" for one in every],
+        "setting": [_mark(profile, setting) + setting.setting.label for setting in every],
+        "tokens/s": [_speed(setting) for setting in every],
+        "steps/ call": [f"{setting.steps_per_call:.2f}" for setting in every],
     }
-    if any(one.setting.min_width is not None for one in every):
-        columns["width"] = [f"{one.mean_width:.2f}" for one in every]
-    parts = zip(*(_milliseconds(one) for one in every), strict=True)
+    if any(setting.setting.min_width is not None for setting in every):
+        columns["width"] = [f"{setting.mean_width:.2f}" for setting in every]
+    parts = zip(*(_milliseconds(setting) for setting in every), strict=True)
     columns |= {f"{name} ms": list(cells) for name, cells in zip((*FORWARDS, "other"), parts, strict=True)}
-    shares, peaks = [one.forward.share_of_floor for one in every], [one.peak_memory_bytes for one in every]
+    shares, peaks = (
+        [setting.forward.share_of_floor for setting in every],
+        [setting.peak_memory_bytes for setting in every],
+    )
     columns["floor %"] = [DASH if share is None else f"{100 * share:.0f}" for share in shares]
     columns["peak MiB"] = [DASH if peak is None else f"{peak / 2**20:.0f}" for peak in peaks]
     for heading, cells in columns.items():
@@ -82,19 +85,19 @@ def _table(profile: Profile, width: int) -> Table:
     return table
 
 
-def _mark(profile: Profile, one: MeasuredSetting) -> str:
-    return (">" if one is profile.now else "") + ("*" if one.setting == profile.best else "")
+def _mark(profile: Profile, measured: MeasuredSetting) -> str:
+    return (">" if measured is profile.now else "") + ("*" if measured.setting == profile.best else "")
 
 
-def _speed(one: MeasuredSetting) -> str:
+def _speed(measured: MeasuredSetting) -> str:
     """Return tokens per second, and half the width of their range where there are several runs."""
-    speed = one.tokens_per_s
+    speed = measured.tokens_per_s
     return figure(speed.median) + (f" ±{speed.relative / 2:.0%}" if speed.count > 1 else "")
 
 
-def _milliseconds(one: MeasuredSetting) -> list[str]:
+def _milliseconds(measured: MeasuredSetting) -> list[str]:
     """Return the milliseconds of an iteration in each of FORWARDS, and in all other phases together."""
-    seconds = {phase.name: phase.per_iteration_s for phase in one.phases}
+    seconds = {phase.name: phase.per_iteration_s for phase in measured.phases}
     parts = [seconds.pop(name, None) for name in FORWARDS]
     return [DASH if part is None else figure(1000 * part) for part in (*parts, sum(seconds.values()))]
 

@@ -18,7 +18,7 @@ from dsbd_cli.lab.tasks.spider import spider_dataset
 from dsbd_cli.lab.tasks.sql import SQL
 from dsbd_cli.lab.tasks.squad import squad_dataset
 
-TASKS = {one.name: one for one in (SQL, QA)}
+TASKS = {task.name: task for task in (SQL, QA)}
 FROM_DISK: dict[str, Callable[[Path], Dataset]] = {
     "squad": squad_dataset,
     "spider": spider_dataset,
@@ -53,13 +53,13 @@ def open_dataset(
         option, value = next(iter(own.items()))
         raise UsageError(f"--{option} {value} is for prompts of --input, but the task is {name}: drop it")
     if name in TASKS:
-        for given in (path, dev_path):
-            if given is not None:
-                raise UsageError(f"task {name} brings its own records: drop the data path {given}")
+        for file in (path, dev_path):
+            if file is not None:
+                raise UsageError(f"task {name} brings its own records: drop the data path {file}")
         return TASKS[name]
     if name not in TASK_NAMES:
-        known = ", ".join(one for one in TASK_NAMES if one != OWN_TASK)
-        raise UsageError(f"task is {shorten(name)}, but must be one of {known}", field="task", value=name)
+        names = ", ".join(task for task in TASK_NAMES if task != OWN_TASK)
+        raise UsageError(f"task is {shorten(name)}, but must be one of {names}", field="task", value=name)
     if path is None:
         raise UsageError(f"task {name} needs the path of its data: name it with --data")
     if name in FROM_DISK:

@@ -53,10 +53,10 @@ def builtin_dataset(name: str, metrics: tuple[str, ...], score: Score, execute: 
     return dataclasses.replace(dev, name=name, records=partial(shipped, name, "test"), dev=dev)
 
 
-def execution_score(gold: StatementResult | None, found: StatementResult | None, *, ordered: bool) -> dict[str, float]:
+def execution_score(gold: StatementResult | None, result: StatementResult | None, *, ordered: bool) -> dict[str, float]:
     """Return 1 where a statement returns what the gold one returns, else 0: same columns in order, same rows with
     repeats, in the same order where the gold statement orders them (`ordered`)."""
-    return {EXECUTION: float(gold is not None and found is not None and gold.same(found, ordered=ordered))}
+    return {EXECUTION: float(gold is not None and result is not None and gold.same(result, ordered=ordered))}
 
 
 def execution_scorer(execute: Execute) -> Score:
@@ -95,9 +95,11 @@ def with_shots(dataset: Dataset, count: int) -> Dataset:
     as_text = all(record.prompt for record in shown)
 
     def with_examples(records: Iterator[TaskRecord]) -> Iterator[TaskRecord]:
-        for one in records:
-            meta = {**one.meta, "messages": [*turns, *_conversation(one)]}
-            yield dataclasses.replace(one, prompt=before + one.prompt if as_text and one.prompt else "", meta=meta)
+        for record in records:
+            meta = {**record.meta, "messages": [*turns, *_conversation(record)]}
+            yield dataclasses.replace(
+                record, prompt=before + record.prompt if as_text and record.prompt else "", meta=meta
+            )
 
     notes = (*dataset.notes, f"{dataset.name}: {count} solved dev records stand in front of every prompt")
     return dataclasses.replace(dataset, records=lambda: with_examples(dataset.records()), notes=notes)
