@@ -29,7 +29,7 @@ class CandidatesArguments(ctypes.Structure):
 
 
 _names = [field[0] for field in CandidatesArguments._fields_]
-CANDIDATES: Any = namedtuple("Offsets", _names)(*offsets(CandidatesArguments))  # type: ignore[misc]
+CANDIDATES: Any = namedtuple("Offsets", _names)._make(offsets(CandidatesArguments))
 LAYOUT = layout(CandidatesArguments)
 
 

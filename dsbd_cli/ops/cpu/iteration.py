@@ -36,7 +36,7 @@ class Arguments(ctypes.Structure):
 
 
 _names = [field[0] for field in Arguments._fields_]
-AT: Any = namedtuple("Offsets", _names)(*offsets(Arguments))  # type: ignore[misc]
+AT: Any = namedtuple("Offsets", _names)._make(offsets(Arguments))
 LAYOUT = layout(Arguments, constants=declared.CONSTANTS)
 
 

@@ -45,7 +45,7 @@ class ScanArguments(ctypes.Structure):
 
 
 _names = [field[0] for field in ScanArguments._fields_]
-AT: Any = namedtuple("Offsets", _names)(*offsets(ScanArguments))  # type: ignore[misc]
+AT: Any = namedtuple("Offsets", _names)._make(offsets(ScanArguments))
 LAYOUT = layout(ScanArguments)
 
 

@@ -176,7 +176,7 @@ def scaled(x, factor, out, count):
 def _each(operate: Any) -> Any:
     """Return a function that writes the result of an operation on each number of x and y."""
 
-    def compute(x, y, out, count):  # type: ignore[no-untyped-def]
+    def compute(x, y, out, count):
         whole = count - count % LANES
         for n in range(0, whole * WORD, LANES * WORD):
             store_f32(out + n, operate(load_f32(x + n), load_f32(y + n)))
