@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from dsbd_cli._version import __version__
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import ModelError, one_line
-from dsbd_cli.models.checkpoints.hub import locate, locate_adapters
-from dsbd_cli.models.checkpoints.loader import is_plain, load_config, load_network
-from dsbd_cli.models.decoder.load import spec_or_reason, tensors_of
+from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
+from dsbd_cli.models.checkpoints.loader import load_network
+from dsbd_cli.models.decoder.load import spec_or_reason
 from dsbd_cli.models.decoder.spec import DecoderSpec
 from dsbd_cli.models.decoder.weights import WeightReader
 from dsbd_cli.models.heads.formats import LAYER_IDS, SPECULATORS, VERSION, layer_spec
@@ -326,14 +326,13 @@ def tapped_layers(layers: int) -> tuple[int, ...]:
 
 def _target(spec: ModelSpec) -> tuple[WeightReader, Any]:
     """Return a reader of the target's tensors, however they are stored, and the target's config. Raises ModelError."""
-    place = locate(spec)
-    config = load_config(place, spec)
-    found = spec_or_reason(spec, config)
+    target = Checkpoint.open(spec)
+    config, found = target.config, spec_or_reason(target)
     if isinstance(found, str):
         raise ModelError(f"target model {spec.source!r} is no standard decoder: {found}")
-    if is_plain(place, config) and not locate_adapters(spec):
-        return WeightReader(found, tensors_of(place, spec), torch.float32), config
-    model = load_network(replace(spec, device="cpu", device_map=None))
+    if target.plain:
+        return WeightReader(found, target.tensors, torch.float32), config
+    model = load_network(target.like(device="cpu", device_map=None))
     state = model.state_dict()
     if not model.config.get_text_config(decoder=True).tie_word_embeddings:  # an adapter may bring a head
         found = replace(found, tied=False)

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import ModelError, OutputError, UnsupportedModelError, UsageError, one_line, writing
-from dsbd_cli.models.checkpoints.hub import locate
-from dsbd_cli.models.checkpoints.loader import is_gguf, load, load_config, load_tokenizer
+from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
+from dsbd_cli.models.checkpoints.loader import load
 from dsbd_cli.models.checkpoints.registry import parts_of
 from dsbd_cli.models.decoder.load import spec_or_reason
 from dsbd_cli.train.head import HeadStudent
@@ -66,7 +66,8 @@ def student_shape(
     Raises UsageError for sizes that make no draft of it, UnsupportedModelError and ModelError for a target that no
     draft is made of.
     """
-    config = load_config(locate(spec), spec)
+    target = Checkpoint.open(spec)
+    config = target.config
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(
             f"target model {spec.source!r} has an encoder: drafts are made of decoder-only targets alone"
@@ -78,7 +79,7 @@ def student_shape(
         )
     text = config.get_text_config(decoder=True)
     total = text.num_hidden_layers
-    known = spec_or_reason(spec, config)
+    known = spec_or_reason(target)
     sized = layers is not None or hidden_size is not None
     if form is None:
         form = "model" if sized or isinstance(known, str) else "head"
@@ -116,13 +117,14 @@ def new_student(spec: ModelSpec, shape: StudentShape, seed: int) -> nn.Module:
     """Make an untrained draft of the target, in float32 on the device of `spec`, with every weight to be trained. For a
     target with adapters it begins as the base model."""
     plain = _in_float32(spec, parts_of(spec.source)[0])
-    model, _ = load(plain, _cut_config(load_config(locate(spec), spec), shape.layers if not shape.hidden_size else 1))
+    config = _cut_config(Checkpoint.open(spec).config, shape.layers if not shape.hidden_size else 1)
+    model, _ = load(Checkpoint.open(plain), config)
     return _trainable(model if shape.hidden_size is None else _small_llama(model, shape, seed))
 
 
 def load_student(folder: Path, spec: ModelSpec) -> nn.Module:
     """Load the model that `save_student` has written, in float32. Raises ModelError where the files are damaged."""
-    return _trainable(load(_in_float32(spec, str(folder)))[0])
+    return _trainable(load(Checkpoint.open(_in_float32(spec, str(folder))))[0])
 
 
 def _in_float32(spec: ModelSpec, source: str) -> ModelSpec:
@@ -160,7 +162,7 @@ def publish_student(student: nn.Module, spec: ModelSpec, folder: Path) -> None:
     """Write the trained student into `folder`, next to what it holds, in the target's dtype. The config comes last,
     because without it the folder is no checkpoint. Raises OutputError."""
     whole = folder / ".draft"
-    text = load_config(locate(spec), spec).get_text_config(decoder=True)
+    text = Checkpoint.open(spec).config.get_text_config(decoder=True)
     save_student(student, spec, whole, stored_dtype(text))
     with writing(folder):
         for path in sorted(whole.iterdir(), key=lambda path: path.name == "config.json"):
@@ -254,8 +256,8 @@ def _write(student: Any, spec: ModelSpec, folder: Path, dtype: str) -> None:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config["dtype"] = dtype
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    source = locate(spec)
-    if is_gguf(source):
-        load_tokenizer(source, spec).save_pretrained(folder)
+    target = Checkpoint.open(spec)
+    if target.is_gguf:
+        target.tokenizer.save_pretrained(folder)
         return
-    copy_beside(source, folder)
+    copy_beside(target.path, folder)

@@ -119,7 +119,7 @@ def test_a_signal_while_a_model_is_fetched_ends_the_demo_as_later_ones_do(monkey
         handlers.append(signal.getsignal(signal.SIGTERM))
         raise ModelNotFoundError("stop here")
 
-    monkeypatch.setattr(demo, "locate", locate)
+    monkeypatch.setattr(demo.Checkpoint, "open", locate)
     assert run(["demo"]) == 1
     assert handlers
     assert signal.SIG_DFL not in handlers

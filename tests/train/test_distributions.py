@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import ModelError, UnsupportedModelError, UsageError
+from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
 from dsbd_cli.models.load_model import load_model
 from dsbd_cli.train import distributions, training
 from dsbd_cli.train.distributions import Teacher, TopDistribution, divergence
@@ -49,7 +50,7 @@ def plain_logs(model: Any, answer: AnswerTokens) -> Tensor:
 def test_a_distribution_is_the_targets(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards prefill, chunks of an answer, recurrent layers, and which token a distribution belongs to."""
     monkeypatch.setattr(distributions, "CHUNK", 2)
-    target, _ = load_model(spec_of(save(tmp_path / "model", family)))
+    target = load_model(Checkpoint.open(spec_of(save(tmp_path / "model", family)))).model
     model = build(family).to(torch.bfloat16).float()
     teacher = Teacher(target)
     for answer in ANSWERS:
@@ -61,7 +62,7 @@ def test_a_distribution_is_the_targets(family: str, tmp_path: Path, monkeypatch:
 
 
 def test_a_distribution_has_the_same_bits_whenever_it_is_computed(checkpoint: Path) -> None:
-    target, _ = load_model(spec_of(checkpoint))
+    target = load_model(Checkpoint.open(spec_of(checkpoint))).model
     kept, forgetful = Teacher(target), Teacher(target, kept_bytes=0)
     first = [kept.distribution(answer) for answer in ANSWERS]
     for answer, distribution in reversed(list(zip(ANSWERS, first, strict=True))):
@@ -75,7 +76,7 @@ def test_a_distribution_has_the_same_bits_whenever_it_is_computed(checkpoint: Pa
 def test_distributions_are_kept_in_a_third_of_the_free_memory(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target, _ = load_model(spec_of(checkpoint))
+    target = load_model(Checkpoint.open(spec_of(checkpoint))).model
     size = Teacher(target).distribution(ANSWERS[0]).held_bytes
     monkeypatch.setattr(distributions, "free_bytes", lambda _: 3 * size)
     teacher = Teacher(target)
@@ -85,7 +86,7 @@ def test_distributions_are_kept_in_a_third_of_the_free_memory(
 
 
 def test_a_forward_that_fails_leaves_no_cache(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, _ = load_model(spec_of(checkpoint))
+    target = load_model(Checkpoint.open(spec_of(checkpoint))).model
     calls = []
 
     def fail(*_: object, **__: object) -> None:

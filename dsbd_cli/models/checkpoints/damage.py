@@ -1,5 +1,5 @@
 """Checks of a checkpoint before its weights are loaded or used: of config.json, the index and the headers of its
-safetensors files. Only `check_numbers` looks at weights.
+safetensors files. No weight is read.
 
 All checks raise ModelError. Its message begins with `name`, as in "target model 'x'".
 """
@@ -10,9 +10,6 @@ import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from dsbd_cli.errors import ModelError, one_line, shorten
 from dsbd_cli.models.checkpoints.gguf_parts import gguf_parts
@@ -73,30 +70,6 @@ def _number(reader: Any, key: str) -> int | None:
 def read_headers(files: Iterable[Path], name: str) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the tensors of safetensors files, by name."""
     return {tensor: shape for file in files for tensor, shape in _header(file, name)}
-
-
-def check_numbers(tensors: Iterable[tuple[str, Tensor]], name: str) -> None:
-    """Check that no tensor holds NaN."""
-    for tensor, values in tensors:
-        if not values.is_floating_point() or values.dtype.itemsize == 1 or values.is_meta or not values.numel():
-            continue
-        # the sum is NaN where a number is NaN, but also where infinities cancel, so that the numbers are then counted
-        if bool(torch.isnan(values.detach().sum())) and (count := int(values.detach().isnan().sum())):
-            raise ModelError(f"{name}: {count} of {values.numel()} numbers in {tensor} are NaN: get the files again")
-
-
-def unsafe_pickle(folder: Path, error: BaseException, name: str) -> ModelError | None:
-    """Return the error to raise for a pickle that torch refuses; None where `error` is about something else.
-
-    torch's own text advises to load it all the same.
-    """
-    if "weights_only" not in str(error) or any(folder.glob("*.safetensors")):
-        return None
-    found = ", ".join(sorted(file.name for file in folder.glob("*.bin"))[:3])
-    return ModelError(
-        f"{name}: {found} is a pickle of more than tensors, which could run code and is not loaded: get the weights "
-        "as safetensors"
-    )
 
 
 def _weight_files(folder: Path) -> list[Path]:
