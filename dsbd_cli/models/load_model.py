@@ -21,7 +21,7 @@ from torch import Tensor
 from dsbd_cli.config.token_rules import TokenRules
 from dsbd_cli.errors import UnsupportedModelError, one_line, out_of_memory
 from dsbd_cli.models import verdicts
-from dsbd_cli.models.checkpoints.checkpoint import Checkpoint, Tensors, quiet
+from dsbd_cli.models.checkpoints.checkpoint import Checkpoint, quiet
 from dsbd_cli.models.checkpoints.generation import CheckpointSettings, checkpoint_rules, positions_of
 from dsbd_cli.models.checkpoints.head import read_head, trimmed_target
 from dsbd_cli.models.checkpoints.hub import ADAPTER_CONFIG
@@ -51,11 +51,11 @@ def load_model(checkpoint: Checkpoint, *, anew: bool = False) -> Loaded:
     load has kept. Raises ModelError, UnsupportedModelError and UsageError.
     """
     size, began, source = checkpoint.weight_bytes, time.monotonic(), checkpoint.spec.source
-    if size < LARGE_BYTES:
-        return _load(checkpoint, anew=anew).noting(*_notes_on_adapters(checkpoint))
-    _logger.info("loading %s (%s)", source, f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB")
+    if size >= LARGE_BYTES:
+        _logger.info("loading %s (%s)", source, f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB")
     loaded = _load(checkpoint, anew=anew).noting(*_notes_on_adapters(checkpoint))
-    _logger.info("loaded %s in %.0f s", source, time.monotonic() - began)
+    if size >= LARGE_BYTES:
+        _logger.info("loaded %s in %.0f s", source, time.monotonic() - began)
     return loaded
 
 
@@ -140,41 +140,17 @@ def _recalled(kept: dict[str, Any]) -> _Description:
 
 
 @dataclass(slots=True)
-class _Weights:
-    """The plain weights that a decoder is built of.
+class _Network:
+    """Transformers' model that was made for its tensors. model: None once the comparison has taken it. state: the
+    tensors by name."""
 
-    Attributes:
-        network: transformers' model, where only transformers can read the files; None where they are read directly, and
-            once the comparison has taken it.
-        state: tensors of the network.
-    """
+    model: Any
+    state: dict[str, Tensor]
 
-    tensors: Tensors
-    dtype: torch.dtype
-    decoder_spec: DecoderSpec
-    generation: dict[str, Any]
-    network: Any = None
-    state: dict[str, Tensor] | None = None
-
-    @classmethod
-    def of_files(cls, checkpoint: Checkpoint, description: _Description) -> _Weights:
-        """Map the files into memory. Nothing is read."""
-        assert description.dtype is not None
-        return cls(checkpoint.tensors, description.dtype, description.decoder_spec, checkpoint.generation)
-
-    @classmethod
-    def of_network(cls, network: Any, decoder_spec: DecoderSpec) -> _Weights:
-        """Take the tensors of transformers' model."""
-        state = network.state_dict()
-        tensors = {name: partial(state.__getitem__, name) for name in state}
-        if not network.config.get_text_config(decoder=True).tie_word_embeddings:  # an adapter may bring a head
-            decoder_spec = replace(decoder_spec, tied=False)
-        return cls(tensors, network.dtype, decoder_spec, network.generation_config.to_dict(), network, state)
-
-    def take_network(self) -> Any:
-        """Return the network, which is held here no longer."""
-        network, self.network = self.network, None
-        return network
+    def take(self) -> Any:
+        """Return the model, which is held here no longer."""
+        model, self.model = self.model, None
+        return model
 
 
 class _DecoderLoad:
@@ -241,23 +217,7 @@ class _DecoderLoad:
 
     def _model(self, tokenizer: Future[Any]) -> tuple[DecoderForestModel, LoadReport] | str:
         """Return the model, or the reason why transformers has to run it."""
-        if self._description.plain:
-            weights = _Weights.of_files(self._checkpoint, self._description)
-        else:  # transformers has to make plain weights of pickles, adapters or quantised blocks
-            end_touching()
-            weights = _Weights.of_network(self._stock(), self._description.decoder_spec)
-        head = read_head(self._checkpoint.path) if self._checkpoint.path.is_dir() else None
-        if head is not None and self._checkpoint.spec.role == "target":
-            raise trimmed_target(self._checkpoint.spec)
-        parts = DecoderParts(
-            self._checkpoint.spec.source,
-            weights.decoder_spec,
-            weights.tensors,
-            weights.dtype,
-            self._device,
-            self._description.settings(weights.generation),
-            head,
-        )
+        parts, network = self._parts()
         made: tuple[DecoderForestModel, LoadReport] | str = ""
         for kernels in self._attempts():
             try:
@@ -267,7 +227,7 @@ class _DecoderLoad:
                 made = f"a tensor is not where it should be ({error})"
                 break
             try:
-                made = self._verified(model, weights, kernels, tokenizer)
+                made = self._verified(model, network, kernels, tokenizer)
             except Exception as failed:
                 if not kernels or out_of_memory(failed):  # a shortage may pass, and a verdict stays
                     raise
@@ -278,9 +238,29 @@ class _DecoderLoad:
         verdicts.write_verdict(self._digest, {"decoder": made})
         return made
 
+    def _parts(self) -> tuple[DecoderParts, _Network | None]:
+        """Return all that the decoder is made of, and transformers' model where that had to be made for the weights."""
+        checkpoint, of, network = self._checkpoint, self._description, None
+        if of.plain:
+            assert of.dtype is not None
+            spec, dtype, tensors, generation = of.decoder_spec, of.dtype, checkpoint.tensors, checkpoint.generation
+        else:  # transformers has to make plain weights of pickles, adapters or quantised blocks
+            end_touching()
+            model = self._stock()
+            network = _Network(model, model.state_dict())
+            tensors = {name: partial(network.state.__getitem__, name) for name in network.state}
+            spec, dtype, generation = of.decoder_spec, model.dtype, model.generation_config.to_dict()
+            if not model.config.get_text_config(decoder=True).tie_word_embeddings:  # an adapter may bring a head
+                spec = replace(spec, tied=False)
+        head = read_head(checkpoint.path) if checkpoint.path.is_dir() else None
+        if head is not None and checkpoint.spec.role == "target":
+            raise trimmed_target(checkpoint.spec)
+        settings = of.settings(generation)
+        return DecoderParts(checkpoint.spec.source, spec, tensors, dtype, self._device, settings, head), network
+
     def _stock(self) -> Any:
         """Return transformers' model of the checkpoint."""
-        return load_network(self._checkpoint.like(quantize=None))
+        return load_network(self._checkpoint.like(quantize=None), self._checkpoint.config)
 
     def _attempts(self) -> list[frozenset[str]]:
         """Return the sets of GPU kernels to try, the best one first: the set that served an earlier load, where one is
@@ -294,7 +274,7 @@ class _DecoderLoad:
         return [*dict.fromkeys((*best, without, frozenset[str]()))]
 
     def _verified(
-        self, model: DecoderForestModel, weights: _Weights, kernels: frozenset[str], tokenizer: Future[Any]
+        self, model: DecoderForestModel, network: _Network | None, kernels: frozenset[str], tokenizer: Future[Any]
     ) -> tuple[DecoderForestModel, LoadReport] | str:
         """Pack a model's weights and check it, or apply what an earlier load has kept. Return why it cannot serve where
         it cannot."""
@@ -308,7 +288,7 @@ class _DecoderLoad:
                 pack(model, self._checkpoint.spec, self._kept.get("outliers"))
                 tested, verdict = self._kept["tested"], Verdict(self._kept["varies"], self._kept["copies"])
             else:
-                results = self._checked(model, weights, kernels)
+                results = self._checked(model, network, kernels)
                 if isinstance(results, str):
                     return results
                 self._keep({**results, "backends": backends, "kernels": sorted(kernels)}, model, tokenizer.result())
@@ -321,10 +301,13 @@ class _DecoderLoad:
         notes += model.trust(verdict.varies, verdict.copies)
         return model, LoadReport(SelfTestReport(*tested), tuple(notes))
 
-    def _checked(self, model: DecoderForestModel, weights: _Weights, kernels: frozenset[str]) -> dict[str, Any] | str:
+    def _checked(
+        self, model: DecoderForestModel, network: _Network | None, kernels: frozenset[str]
+    ) -> dict[str, Any] | str:
         """Pack a model's weights and check it. Return the results, or the reason why the model cannot serve."""
         spec, tested, outliers = self._checkpoint.spec, None, None
-        packed_first = weights.network is None and spec.quantize is None
+        theirs = None if network is None else network.take()
+        packed_first = theirs is None and spec.quantize is None
         if packed_first:
             pack(model, spec, None)
         # imported behind the packing: meanwhile the second thread imports the modules of transformers that it needs
@@ -332,12 +315,12 @@ class _DecoderLoad:
 
         if spec.quantize is not None:  # whose limits are those of the checkpoint's own rounding
             tested = self_test(self._checked_layers(model))
-        theirs = weights.take_network() or self._stock()
+        theirs = theirs or self._stock()
         with unsupported(model.architecture):  # settings with which neither of the two can run
             reason = differs(model, theirs)
         del theirs
-        if weights.state is not None and self._device.type == "cpu":
-            weights.state.clear()  # no other attempt follows: each plain weight is freed as soon as it is packed
+        if network is not None and self._device.type == "cpu":
+            network.state.clear()  # no other attempt follows: each plain weight is freed as soon as it is packed
         if reason is not None:
             return reason
         if not packed_first:

@@ -80,7 +80,7 @@ def test_beams_that_differ_are_shown_and_end_with_an_error_code(
 ) -> None:
     monkeypatch.setattr("dsbd_cli.lab.bench.beside.BesideTransformers", _Fake)
     monkeypatch.setattr(_Fake, "beams", beams)
-    monkeypatch.setattr(demo, "locate", lambda spec: None)
+    monkeypatch.setattr(demo.Checkpoint, "open", lambda spec: None)
     assert run(["demo", "--target", "my model", "--prompt", "a\nb\x07"]) == code
     lines = capsys.readouterr().out.splitlines()
     assert lines[1:4] == ["  a", "  b\\x07", "  to T as a chat, no draft, float32"]

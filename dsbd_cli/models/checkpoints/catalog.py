@@ -10,7 +10,6 @@ import tomllib
 from dataclasses import dataclass
 from io import BufferedWriter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
 from huggingface_hub import constants
@@ -106,11 +105,12 @@ def fit(large: Checkpoint, small: Checkpoint) -> Fit:
     from dsbd_cli.models.checkpoints.head import head_rows, trimmed_target
     from dsbd_cli.models.checkpoints.vocabulary import check_pair
 
-    ours, our_width, our_limit = _described(large)
-    theirs, their_width, their_limit = _described(small)
+    ours, theirs = large.codec, small.codec
+    our_text, their_text = (one.config.get_text_config(decoder=True) for one in (large, small))
+    our_limit, their_limit = (getattr(text, "max_position_embeddings", None) for text in (our_text, their_text))
     if head_rows(large.path) is not None:
         raise trimmed_target(large.spec)
-    notes = check_pair(ours, theirs, our_width, their_width)
+    notes = check_pair(ours, theirs, our_text.vocab_size, their_text.vocab_size)
     if (rows := head_rows(small.path)) is not None:
         notes += (f"the draft is trimmed: its head has {rows} rows, and it proposes no other tokens",)
     limits = [limit for limit in (our_limit, their_limit) if limit is not None]
@@ -120,28 +120,12 @@ def fit(large: Checkpoint, small: Checkpoint) -> Fit:
     return Fit(len(shared), min(limits, default=None), notes)
 
 
-def end_tokens(spec: ModelSpec) -> tuple[int, ...]:
-    """Return the end tokens of a checkpoint, from its small files alone."""
-    return _described(Checkpoint.open(spec, fetch=False))[0].eos_ids
-
-
 def tokenizer_of(spec: ModelSpec) -> HFCodec:
     """Return the codec of a checkpoint for texts of any length, from its small files alone."""
-    codec = _described(Checkpoint.open(spec, fetch=False))[0]
+    codec = Checkpoint.open(spec, fetch=False).codec
     tokenizer: Any = codec.tokenizer
     tokenizer.model_max_length = NO_LIMIT  # no model runs these texts, so none can be too long for one
     return codec
-
-
-def _described(checkpoint: Checkpoint) -> tuple[HFCodec, int, int | None]:
-    """Return codec, width of the logits and number of positions of a checkpoint."""
-    from dsbd_cli.models.tokenizer import HFCodec
-
-    config, tokenizer = checkpoint.config, checkpoint.tokenizer
-    text = config.get_text_config(decoder=True)
-    stand_in = SimpleNamespace(config=config, generation_config=SimpleNamespace(**checkpoint.generation))
-    positions = getattr(text, "max_position_embeddings", None)
-    return HFCodec(tokenizer, checkpoint.end_tokens(stand_in, tokenizer)), text.vocab_size, positions
 
 
 def add_name(name: str, source: str) -> Path:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from dsbd_cli.config.model import ModelSpec
@@ -28,6 +29,8 @@ from dsbd_cli.models.checkpoints.registry import Location, expanded, hub_locatio
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from dsbd_cli.models.tokenizer import HFCodec
 
 Tensors = Mapping[str, Callable[[], "Tensor"]]
 """For the name of each tensor of a checkpoint, a function that reads the tensor."""
@@ -60,7 +63,7 @@ class Checkpoint:
         cannot be merged.
         """
         if not fetch:
-            _check_adapters_cached(spec)
+            _check_cached_adapters(spec)
         location = resolve(spec.source, spec.role)
         here = None if fetch or location.kind != "hub" else _cached(location, spec)
         adapters = open_adapters(spec)
@@ -217,6 +220,14 @@ class Checkpoint:
             files = {"pretrained_model_name_or_path": self.path.parent, "gguf_file": self.path.name}
         return files | {"trust_remote_code": self.spec.trust_remote_code, "local_files_only": True}
 
+    @property
+    def codec(self) -> HFCodec:
+        """The codec of the checkpoint, from its small files alone. Raises ModelError."""
+        from dsbd_cli.models.tokenizer import HFCodec
+
+        settings = SimpleNamespace(config=self.config, generation_config=SimpleNamespace(**self.generation))
+        return HFCodec(self.tokenizer, self.end_tokens(settings, self.tokenizer))
+
     def _tokenizer_at(self, path: Path, name: str) -> Any:
         """Return the tokenizer of this checkpoint, or of an adapter. name: of either, for messages."""
         from dsbd_cli.models.checkpoints.mamba_ssm import byte_tokenizer
@@ -294,7 +305,7 @@ def _cached(location: Location, spec: ModelSpec) -> Path:
     return folder
 
 
-def _check_adapters_cached(spec: ModelSpec) -> None:
+def _check_cached_adapters(spec: ModelSpec) -> None:
     """Raise ModelNotFoundError for an adapter of the hub that is not on this machine."""
     for source in (*parts_of(spec.source)[1], *spec.adapters):
         adapter = None if expanded(source).exists() else hub_location(source)
