@@ -98,6 +98,7 @@ class _Description:
     Attributes:
         dtype: the dtype that it computes in, None where transformers decides.
         plain: the weights are safetensors files that hold what a forward computes with.
+        settings: those of the config, without generation settings.
         recalled: an earlier load has kept these facts, so transformers' config was not read.
         tokenizer: the facts that an earlier load has stored of the tokenizer; None without them.
     """
@@ -105,14 +106,9 @@ class _Description:
     decoder_spec: DecoderSpec
     dtype: torch.dtype | None
     plain: bool
-    architecture: str
-    eos: Any
+    settings: CheckpointSettings
     recalled: bool = False
     tokenizer: dict[str, Any] | None = None
-
-    def settings(self, generation: dict[str, Any]) -> CheckpointSettings:
-        """Return the checkpoint's settings with its generation settings."""
-        return CheckpointSettings(self.architecture, self.eos, generation)
 
 
 def _described(checkpoint: Checkpoint) -> _Description | str:
@@ -128,29 +124,15 @@ def _described(checkpoint: Checkpoint) -> _Description | str:
         dtype = config.dtype if plain else None
     if decoder_spec.wide_rotary and dtype != torch.float32:
         return "it keeps its rotary cosines in float32"
-    settings = CheckpointSettings.of(config, {})
-    return _Description(decoder_spec, dtype, plain, settings.architecture, settings.eos)
+    return _Description(decoder_spec, dtype, plain, CheckpointSettings.of(config, {}))
 
 
 def _recalled(kept: dict[str, Any]) -> _Description:
     """Return the description that an earlier load has kept, because transformers' config classes take seconds to
     import."""
     dtype, spec = getattr(torch, kept["dtype"]), DecoderSpec.from_json(kept["spec"])
-    return _Description(spec, dtype, True, kept["architecture"], kept["eos"], True, kept["tokenizer"])
-
-
-@dataclass(slots=True)
-class _Network:
-    """Transformers' model that was made for its tensors. model: None once the comparison has taken it. state: the
-    tensors by name."""
-
-    model: Any
-    state: dict[str, Tensor]
-
-    def take(self) -> Any:
-        """Return the model, which is held here no longer."""
-        model, self.model = self.model, None
-        return model
+    settings = CheckpointSettings(kept["architecture"], kept["eos"], {})
+    return _Description(spec, dtype, True, settings, recalled=True, tokenizer=kept["tokenizer"])
 
 
 class _DecoderLoad:
@@ -187,6 +169,8 @@ class _DecoderLoad:
         self._checkpoint, self._description, self._digest, self._kept = checkpoint, description, digest, kept
         self._device, self._whole = device_of(checkpoint.spec), whole
         self._asked_invariant = checkpoint.spec.role == "target" and checkpoint.spec.numerics == "invariant"
+        self._network: Any = None  # transformers' model, where it was made for its tensors, until it is compared
+        self._state: dict[str, Tensor] = {}  # these tensors
 
     def load(self) -> Loaded | str:
         """Return the model and its codec, or the reason why transformers has to run it."""
@@ -217,7 +201,7 @@ class _DecoderLoad:
 
     def _model(self, tokenizer: Future[Any]) -> tuple[DecoderForestModel, LoadReport] | str:
         """Return the model, or the reason why transformers has to run it."""
-        parts, network = self._parts()
+        parts = self._parts()
         made: tuple[DecoderForestModel, LoadReport] | str = ""
         for kernels in self._attempts():
             try:
@@ -227,7 +211,7 @@ class _DecoderLoad:
                 made = f"a tensor is not where it should be ({error})"
                 break
             try:
-                made = self._verified(model, network, kernels, tokenizer)
+                made = self._verified(model, kernels, tokenizer)
             except Exception as failed:
                 if not kernels or out_of_memory(failed):  # a shortage may pass, and a verdict stays
                     raise
@@ -238,25 +222,25 @@ class _DecoderLoad:
         verdicts.write_verdict(self._digest, {"decoder": made})
         return made
 
-    def _parts(self) -> tuple[DecoderParts, _Network | None]:
-        """Return all that the decoder is made of, and transformers' model where that had to be made for the weights."""
-        checkpoint, of, network = self._checkpoint, self._description, None
+    def _parts(self) -> DecoderParts:
+        """Return all that the decoder is made of."""
+        checkpoint, of = self._checkpoint, self._description
         if of.plain:
             assert of.dtype is not None
             spec, dtype, tensors, generation = of.decoder_spec, of.dtype, checkpoint.tensors, checkpoint.generation
         else:  # transformers has to make plain weights of pickles, adapters or quantised blocks
             end_touching()
-            model = self._stock()
-            network = _Network(model, model.state_dict())
-            tensors = {name: partial(network.state.__getitem__, name) for name in network.state}
-            spec, dtype, generation = of.decoder_spec, model.dtype, model.generation_config.to_dict()
-            if not model.config.get_text_config(decoder=True).tie_word_embeddings:  # an adapter may bring a head
+            network = self._network = self._stock()
+            self._state = network.state_dict()
+            tensors = {name: partial(self._state.__getitem__, name) for name in self._state}
+            spec, dtype, generation = of.decoder_spec, network.dtype, network.generation_config.to_dict()
+            if not network.config.get_text_config(decoder=True).tie_word_embeddings:  # an adapter may bring a head
                 spec = replace(spec, tied=False)
         head = read_head(checkpoint.path) if checkpoint.path.is_dir() else None
         if head is not None and checkpoint.spec.role == "target":
             raise trimmed_target(checkpoint.spec)
-        settings = of.settings(generation)
-        return DecoderParts(checkpoint.spec.source, spec, tensors, dtype, self._device, settings, head), network
+        settings = replace(of.settings, generation=generation)
+        return DecoderParts(checkpoint.spec.source, spec, tensors, dtype, self._device, settings, head)
 
     def _stock(self) -> Any:
         """Return transformers' model of the checkpoint."""
@@ -274,7 +258,7 @@ class _DecoderLoad:
         return [*dict.fromkeys((*best, without, frozenset[str]()))]
 
     def _verified(
-        self, model: DecoderForestModel, network: _Network | None, kernels: frozenset[str], tokenizer: Future[Any]
+        self, model: DecoderForestModel, kernels: frozenset[str], tokenizer: Future[Any]
     ) -> tuple[DecoderForestModel, LoadReport] | str:
         """Pack a model's weights and check it, or apply what an earlier load has kept. Return why it cannot serve where
         it cannot."""
@@ -288,7 +272,7 @@ class _DecoderLoad:
                 pack(model, self._checkpoint.spec, self._kept.get("outliers"))
                 tested, verdict = self._kept["tested"], Verdict(self._kept["varies"], self._kept["copies"])
             else:
-                results = self._checked(model, network, kernels)
+                results = self._checked(model, kernels)
                 if isinstance(results, str):
                     return results
                 self._keep({**results, "backends": backends, "kernels": sorted(kernels)}, model, tokenizer.result())
@@ -301,13 +285,10 @@ class _DecoderLoad:
         notes += model.trust(verdict.varies, verdict.copies)
         return model, LoadReport(SelfTestReport(*tested), tuple(notes))
 
-    def _checked(
-        self, model: DecoderForestModel, network: _Network | None, kernels: frozenset[str]
-    ) -> dict[str, Any] | str:
+    def _checked(self, model: DecoderForestModel, kernels: frozenset[str]) -> dict[str, Any] | str:
         """Pack a model's weights and check it. Return the results, or the reason why the model cannot serve."""
         spec, tested, outliers = self._checkpoint.spec, None, None
-        theirs = None if network is None else network.take()
-        packed_first = theirs is None and spec.quantize is None
+        packed_first = self._network is None and spec.quantize is None
         if packed_first:
             pack(model, spec, None)
         # imported behind the packing: meanwhile the second thread imports the modules of transformers that it needs
@@ -315,12 +296,12 @@ class _DecoderLoad:
 
         if spec.quantize is not None:  # whose limits are those of the checkpoint's own rounding
             tested = self_test(self._checked_layers(model))
-        theirs = theirs or self._stock()
+        theirs, self._network = self._network or self._stock(), None
         with unsupported(model.architecture):  # settings with which neither of the two can run
             reason = differs(model, theirs)
         del theirs
-        if network is not None and self._device.type == "cpu":
-            network.state.clear()  # no other attempt follows: each plain weight is freed as soon as it is packed
+        if self._device.type == "cpu":  # there is no other attempt: each plain weight is freed as soon as it is packed
+            self._state.clear()
         if reason is not None:
             return reason
         if not packed_first:
@@ -339,8 +320,8 @@ class _DecoderLoad:
             "spec": asdict(of.decoder_spec),
             "dtype": str(model.weights_dtype).removeprefix("torch."),
             "plain": of.plain,
-            "eos": of.eos,
-            "architecture": of.architecture,
+            "eos": of.settings.eos,
+            "architecture": of.settings.architecture,
             "tokenizer": store(tokenizer),
         }
         verdicts.write_verdict(self._digest, {"decoder": None, **results, **description})
@@ -373,7 +354,7 @@ def read_small_files(checkpoint: Checkpoint) -> tuple[UnloadedModel, AheadCodec]
     if kept is not None and kept.get("plain"):
         found = _recalled(kept)
         if (tokenizer := stored(kept["tokenizer"], lambda: checkpoint.tokenizer)) is not None:
-            settings, decoder = found.settings(generation), found.decoder_spec
+            settings, decoder = replace(found.settings, generation=generation), found.decoder_spec
             facts = UnloadedModel(decoder.vocabulary, decoder.positions, checkpoint_rules(settings))
             return facts, AheadCodec(tokenizer, checkpoint.end_tokens(settings, tokenizer))
     config, tokenizer = checkpoint.config, checkpoint.tokenizer
