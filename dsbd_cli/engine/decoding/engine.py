@@ -307,7 +307,7 @@ class Engine:
         """Run iterations with these operations from now on."""
         self._stepper.ops = ops
         if self.info is not None:
-            of_target = (one for one in self.info.ops if one[0] not in {own.op for own in ops.report})
+            of_target = (report for report in self.info.ops if report[0] not in {own.op for own in ops.report})
             self.info = replace(self.info, ops=(*of_target, *ops.facts))
         for model in self.models:
             if isinstance(model, KernelModel):

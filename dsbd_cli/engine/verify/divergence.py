@@ -15,15 +15,15 @@ def divergence(p: Tensor, q: Tensor, name: str) -> Tensor:
     || p) with m = (p + q) / 2, which has no bound. Source: Holsman et al. 2025, arXiv 2502.20704.
     """
     if name == "kl":
-        found = _kl(q, p)
+        distance = _kl(q, p)
     elif name == "kl_reversed":
-        found = _kl(p, q)
+        distance = _kl(p, q)
     elif name == "tv":
-        found = 0.5 * (p - q).abs().sum(-1)
+        distance = 0.5 * (p - q).abs().sum(-1)
     else:
         mean = 0.5 * (p + q)
-        found = 0.5 * (_kl(p, mean) + _kl(q, mean)) if name == "js" else 0.5 * (_kl(mean, p) + _kl(mean, q))
-    return found.clamp(min=0)
+        distance = 0.5 * (_kl(p, mean) + _kl(q, mean)) if name == "js" else 0.5 * (_kl(mean, p) + _kl(mean, q))
+    return distance.clamp(min=0)
 
 
 def _kl(a: Tensor, b: Tensor) -> Tensor:
