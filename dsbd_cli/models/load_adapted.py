@@ -40,8 +40,8 @@ def load_adapted(checkpoint: Checkpoint) -> Loaded:
         tested = self_test(forest)
         if spec.quantize is not None:  # after the test, whose limits are those of the checkpoint's own rounding
             _quantize(forest, checkpoint)
-        found = check(forest) if wanted else Verdict(verdicts.UNASKED)
-        notes = forest.trust(found.varies, found.copies)
+        verdict = check(forest) if wanted else Verdict(verdicts.UNASKED)
+        notes = forest.trust(verdict.varies, verdict.copies)
         if not forest.invariant:
             forest.keep_states_in(torch.float32)
     except UnsupportedModelError as error:
@@ -79,8 +79,8 @@ def _source_codec(
     """Return the codec of an encoder-decoder model for text, speech or pictures. width: ids of the decoder. Raises
     ModelError where the checkpoint names no first token of answers."""
     sources = (model.generation_config, model.config)
-    found = [getattr(one, name, None) for one in sources for name in ("decoder_start_token_id", "bos_token_id")]
-    start = next((token for token in found if isinstance(token, int)), None)
+    named = [getattr(source, name, None) for source in sources for name in ("decoder_start_token_id", "bos_token_id")]
+    start = next((token for token in named if isinstance(token, int)), None)
     if start is None:
         message = "the checkpoint names no decoder_start_token_id: its answers have no first token"
         raise ModelError(f"{checkpoint.name}: {message}")

@@ -352,9 +352,9 @@ def read_small_files(checkpoint: Checkpoint) -> tuple[UnloadedModel, AheadCodec]
     generation = checkpoint.generation
     kept = verdicts.read_verdict(verdicts.fingerprint(checkpoint.spec, checkpoint.files))
     if kept is not None and kept.get("plain"):
-        found = _recalled(kept)
+        description = _recalled(kept)
         if (tokenizer := stored(kept["tokenizer"], lambda: checkpoint.tokenizer)) is not None:
-            settings, decoder = replace(found.settings, generation=generation), found.decoder_spec
+            settings, decoder = replace(description.settings, generation=generation), description.decoder_spec
             facts = UnloadedModel(decoder.vocabulary, decoder.positions, checkpoint_rules(settings))
             return facts, AheadCodec(tokenizer, checkpoint.end_tokens(settings, tokenizer))
     config, tokenizer = checkpoint.config, checkpoint.tokenizer

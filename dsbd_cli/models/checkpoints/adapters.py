@@ -115,11 +115,11 @@ def _merged(model: Any, folder: Path, name: str) -> Any:
         warnings.simplefilter("ignore")  # the faults that they warn of are checked here
         adapted = PeftModel.from_pretrained(model, str(folder), config=config, torch_device=str(model.device))
         with safe_open(folder / ADAPTER_WEIGHTS, "pt") as file:
-            given = {_plain(key) for key in file.keys()}  # noqa: SIM118
+            stored = {_plain(key) for key in file.keys()}  # noqa: SIM118
         wanted = {_plain(key) for key in get_peft_model_state_dict(adapted)}
-        for missing, place in ((wanted - given, ADAPTER_WEIGHTS), (given - wanted, "the model")):
+        for missing, lacking in ((wanted - stored, ADAPTER_WEIGHTS), (stored - wanted, "the model")):
             if missing:
-                raise ModelError(f"{name} does not fit: {place} has no {min(missing)} ({len(missing)} such weights)")
+                raise ModelError(f"{name} does not fit: {lacking} has no {min(missing)} ({len(missing)} such weights)")
         if not hasattr(adapted.base_model, "merge_and_unload"):
             raise UnsupportedModelError(f"{name} is {kind}, which cannot be merged into the weights")
         return adapted.merge_and_unload(safe_merge=True)
@@ -136,7 +136,7 @@ def template_in(adapter: Adapter) -> str | dict[str, str]:
         if (file := adapter.path / CHAT_TEMPLATE).is_file():
             return file.read_text(encoding="utf-8")
         named = json.loads((adapter.path / TOKENIZER_CONFIG).read_text(encoding="utf-8"))["chat_template"]
-        return named if isinstance(named, str) else {one["name"]: one["template"] for one in named}
+        return named if isinstance(named, str) else {template["name"]: template["template"] for template in named}
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ModelError(f"{adapter.name}: its chat template cannot be read: {one_line(error)}") from error
 

@@ -67,7 +67,7 @@ class Checkpoint:
         location = resolve(spec.source, spec.role)
         here = None if fetch or location.kind != "hub" else _cached(location, spec)
         adapters = open_adapters(spec)
-        return cls(spec, here or _found(location, spec), adapters)
+        return cls(spec, here or _path_of(location, spec), adapters)
 
     def like(self, **settings: Any) -> Checkpoint:
         """Return the same files with other settings of their spec."""
@@ -125,7 +125,7 @@ class Checkpoint:
     @property
     def bringing(self) -> tuple[Adapter, ...]:
         """The adapters whose tokenizer or chat template is used, in order."""
-        return tuple(one for one in self.adapters if one.brings) if self.spec.tokenizer is None else ()
+        return tuple(adapter for adapter in self.adapters if adapter.brings) if self.spec.tokenizer is None else ()
 
     @property
     def generation(self) -> dict[str, Any]:
@@ -135,7 +135,7 @@ class Checkpoint:
     def end_tokens(self, model: Any, tokenizer: Any) -> tuple[int, ...]:
         """Return the end tokens of a model of this checkpoint, see `eos_ids`. An adapter that brings a tokenizer has
         been trained to end with its token."""
-        return eos_ids(model, tokenizer, own_too=any("tokenizer" in one.brings for one in self.bringing))
+        return eos_ids(model, tokenizer, own_too=any("tokenizer" in adapter.brings for adapter in self.bringing))
 
     @property
     def tensors(self) -> Tensors:
@@ -151,7 +151,7 @@ class Checkpoint:
     def digests(self) -> dict[str, str]:
         """Digests of its files and of its adapters', see `digest.digests`."""
         own = self.spec.tokenizer is None
-        return digest.digests(self.path, [(one.path, own and bool(one.brings)) for one in self.adapters])
+        return digest.digests(self.path, [(adapter.path, own and bool(adapter.brings)) for adapter in self.adapters])
 
     @property
     def commit(self) -> str | None:
@@ -277,7 +277,7 @@ def open_pair(
     return checkpoint, Checkpoint.open(draft, fetch=fetch)
 
 
-def _found(location: Location, spec: ModelSpec) -> Path:
+def _path_of(location: Location, spec: ModelSpec) -> Path:
     """Return the path of a checkpoint whose name is resolved. Files of the hub are fetched if they are not here yet."""
     if location.kind == "hub":
         return folder_of(location, spec.role)
@@ -335,11 +335,11 @@ def read_tensors(folder: Path) -> Tensors:
         files = [folder / name for name in names]
     else:
         files = sorted(folder.glob("model*.safetensors"))
-    found: dict[str, Callable[[], Tensor]] = {}
+    tensors: dict[str, Callable[[], Tensor]] = {}
     for path in files:
         file = safe_open(path, "pt")
-        found.update({name: partial(file.get_tensor, name) for name in file.keys()})  # noqa: SIM118
-    return found
+        tensors.update({name: partial(file.get_tensor, name) for name in file.keys()})  # noqa: SIM118
+    return tensors
 
 
 @contextlib.contextmanager

@@ -26,17 +26,17 @@ def digests(path: Path, adapters: Sequence[tuple[Path, bool]]) -> dict[str, str]
     and a block of each tensor are read, or 512 blocks of a file with more tensors. A model that was trained further has
     changed in all of them.
     """
-    found = {part: blake2b(digest_size=8) for part in ("config", "tokenizer", "weights")}
-    for number, (place, brings) in enumerate([(path, True), *adapters]):
-        for file in sorted(place.iterdir()) if place.is_dir() else gguf_parts(place):
+    parts = {part: blake2b(digest_size=8) for part in ("config", "tokenizer", "weights")}
+    for number, (folder, brings) in enumerate([(path, True), *adapters]):
+        for file in sorted(folder.iterdir()) if folder.is_dir() else gguf_parts(folder):
             part = _part(file) if number == 0 else _part_of_adapter(file, brings)
             if part is None or not file.is_file():
                 continue
-            named = file.name if place.is_dir() else file.suffix  # a GGUF file may have any name
-            found[part].update(f"{number} {named} {file.stat().st_size}\0".encode())
+            named = file.name if folder.is_dir() else file.suffix  # a GGUF file may have any name
+            parts[part].update(f"{number} {named} {file.stat().st_size}\0".encode())
             for block in _blocks(file):
-                found[part].update(block)
-    return {part: digest.hexdigest() for part, digest in found.items()}
+                parts[part].update(block)
+    return {part: digest.hexdigest() for part, digest in parts.items()}
 
 
 def _part(path: Path) -> str | None:
@@ -62,14 +62,14 @@ def _blocks(path: Path) -> Iterator[bytes]:
         return
     size = path.stat().st_size
     with path.open("rb") as file:
-        places = [size * number // SAMPLES for number in range(SAMPLES)]
+        offsets = [size * number // SAMPLES for number in range(SAMPLES)]
         if path.suffix == ".safetensors":
             start = 8 + min(int.from_bytes(file.read(8), "little"), HEADER)
             header = file.read(start - 8)
             yield header
-            places = [place for place in _middles(header, start) if 0 <= place < size] or places
-        for place in places:
-            file.seek(place)
+            offsets = [offset for offset in _middles(header, start) if 0 <= offset < size] or offsets
+        for offset in offsets:
+            file.seek(offset)
             yield file.read(BLOCK)
 
 
@@ -77,7 +77,7 @@ def _middles(header: bytes, start: int) -> list[int]:
     """Return where the middle of each tensor is, in bytes of the file. The list is empty where there are too many
     tensors, or the header is damaged."""
     try:
-        tensors = [one["data_offsets"] for name, one in json.loads(header).items() if name != "__metadata__"]
+        tensors = [entry["data_offsets"] for name, entry in json.loads(header).items() if name != "__metadata__"]
         middles = sorted(start + (int(first) + int(last)) // 2 for first, last in tensors)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
         return []

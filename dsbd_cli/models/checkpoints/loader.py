@@ -142,8 +142,8 @@ def _picture_hint(config: Any) -> str:
     """Return what a refusal adds for a model that looks at pictures; nothing for any other model."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-    known = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    return ": with images only VisionEncoderDecoder, Pix2Struct and BLIP's captioner are run" if known else ""
+    sees = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return ": with images only VisionEncoderDecoder, Pix2Struct and BLIP's captioner are run" if sees else ""
 
 
 def check_pictures(checkpoint: Checkpoint, config: Any) -> None:
@@ -218,8 +218,8 @@ def _dequantised(checkpoint: Checkpoint, config: Any) -> dict[str, Any]:
 
 def _method_of(config: Any) -> str | None:
     """Return the method by which a checkpoint was quantised; None where it was not."""
-    found = getattr(config, "quantization_config", None)
-    return found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
+    settings = getattr(config, "quantization_config", None)
+    return settings.get("quant_method") if isinstance(settings, dict) else getattr(settings, "quant_method", None)
 
 
 def _check_report(report: dict[str, Any], name: str, elsewhere: set[str]) -> None:
@@ -232,9 +232,9 @@ def _check_report(report: dict[str, Any], name: str, elsewhere: set[str]) -> Non
         shown = ", ".join(keys[:3]) + (", ..." if len(keys) > 3 else "")
         raise ModelError(f"{name}: {len(keys)} weights are missing ({shown}): get the files again")
     if others := sorted(key for key in report.get("mismatched_keys") or () if key[0] not in elsewhere):
-        found, wanted = (" x ".join(map(str, shape)) for shape in others[0][1:])
+        stored, wanted = (" x ".join(map(str, shape)) for shape in others[0][1:])
         raise ModelError(
-            f"{name}: its config does not fit its weights: {others[0][0]} is {found}, but must be {wanted} "
+            f"{name}: its config does not fit its weights: {others[0][0]} is {stored}, but must be {wanted} "
             f"({len(others)} such weights)"
         )
 
@@ -285,9 +285,9 @@ def unsafe_pickle(folder: Path, error: BaseException, name: str) -> ModelError |
     """
     if "weights_only" not in str(error) or any(folder.glob("*.safetensors")):
         return None
-    found = ", ".join(sorted(file.name for file in folder.glob("*.bin"))[:3])
+    names = ", ".join(sorted(file.name for file in folder.glob("*.bin"))[:3])
     return ModelError(
-        f"{name}: {found} is a pickle of more than tensors, which could run code and is not loaded: get the weights "
+        f"{name}: {names} is a pickle of more than tensors, which could run code and is not loaded: get the weights "
         "as safetensors"
     )
 
@@ -323,31 +323,31 @@ def _device(spec: ModelSpec, name: str) -> torch.device:
 
 def device_map_of(spec: ModelSpec) -> Any:
     """Return the device map of a spec: a name that accelerate knows, or a device for each module. Raises UsageError."""
-    given = spec.device_map or ""
-    if not given.startswith("{"):
-        return given
+    text = spec.device_map or ""
+    if not text.startswith("{"):
+        return text
     try:
-        found = json.loads(given)
+        devices = json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
-        raise UsageError(f"{spec.role} device map {shorten(given)} is not JSON: {error}") from None
-    if not found:
-        raise UsageError(f"{spec.role} device map {given!r} is empty: name at least one module, '' for all")
-    for module, place in found.items():
-        if type(place) not in (int, str):
+        raise UsageError(f"{spec.role} device map {shorten(text)} is not JSON: {error}") from None
+    if not devices:
+        raise UsageError(f"{spec.role} device map {text!r} is empty: name at least one module, '' for all")
+    for module, device in devices.items():
+        if type(device) not in (int, str):
             raise UsageError(
-                f"{spec.role} device map {given!r} puts {module!r} on {shorten(place)}, which is no device"
+                f"{spec.role} device map {text!r} puts {module!r} on {shorten(device)}, which is no device"
             )
-        if place != "disk":
-            _device(spec, f"cuda:{place}" if type(place) is int else place)
-    return found
+        if device != "disk":
+            _device(spec, f"cuda:{device}" if type(device) is int else device)
+    return devices
 
 
 def check_device_map(model: Any, spec: ModelSpec) -> None:
     """Refuse a device map with a name that no module has: it would have no effect. Raises UsageError."""
     places = device_map_of(spec)
     parts = (model.named_modules, model.named_parameters, model.named_buffers)
-    known = {name for named in parts for name, _ in named(remove_duplicate=False)}
-    unknown = [] if not isinstance(places, dict) else [name for name in places if name not in known]
+    names = {name for named in parts for name, _ in named(remove_duplicate=False)}
+    unknown = [] if not isinstance(places, dict) else [name for name in places if name not in names]
     if unknown:
         raise UsageError(
             f"{spec.role} device map {spec.device_map!r} names {shorten(unknown[0])}, but the model has no such module"

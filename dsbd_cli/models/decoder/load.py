@@ -97,17 +97,17 @@ def differs(model: DecoderForestModel, theirs: Any) -> str | None:
     tokens = drawn.to(model.device)
 
     def logits(ids: Tensor) -> Tensor:
-        found: Tensor = theirs(input_ids=ids, use_cache=False).logits[:, :count].float()
-        return found
+        result: Tensor = theirs(input_ids=ids, use_cache=False).logits[:, :count].float()
+        return result
 
-    wanted, found = logits(tokens), model.plain(tokens).float()
-    if found.shape != wanted.shape:
-        return f"its logits have {found.shape[-1]} columns and transformers' {wanted.shape[-1]}"
+    wanted, ours = logits(tokens), model.plain(tokens).float()
+    if ours.shape != wanted.shape:
+        return f"its logits have {ours.shape[-1]} columns and transformers' {wanted.shape[-1]}"
 
-    def apart(one: Tensor) -> float:
-        return float((one - wanted).square().mean().sqrt() / wanted.std())
+    def apart(result: Tensor) -> float:
+        return float((result - wanted).square().mean().sqrt() / wanted.std())
 
-    error = apart(found)
+    error = apart(ours)
     limit = limit_for(model.weights_dtype, error, lambda: apart(logits(torch.nn.functional.pad(tokens, (0, PADDING)))))
     return None if error <= limit else f"its logits are off by {error:.1g} of their spread"
 
@@ -127,13 +127,13 @@ def pack(
         return None
     if outliers is None:
         tokens = calibration_tokens(len(model.embeddings), model.max_positions)
-        found = find_outliers(decoder, lambda: model.plain(tokens))
+        channels = find_outliers(decoder, lambda: model.plain(tokens))
     else:
-        found = {name: torch.tensor(channels) for name, channels in outliers.items()}
-    if not quantize_decoder(decoder, found):
+        channels = {name: torch.tensor(numbers) for name, numbers in outliers.items()}
+    if not quantize_decoder(decoder, channels):
         raise too_small(spec, f"the {spec.role} model {spec.source!r}")
     model.forget_programs()
-    return {name: channels.tolist() for name, channels in found.items()}
+    return {name: numbers.tolist() for name, numbers in channels.items()}
 
 
 def decoder_ops(

@@ -61,21 +61,21 @@ def _loaded(draft: Checkpoint, source: Checkpoint, target: BaseForestModel) -> T
     """Read a head. Raises what its readers raise."""
     name = draft.spec.source
     if not draft.spec.in_target:
-        found = read_eagle3(draft.path, target)
+        parts = read_eagle3(draft.path, target)
     elif isinstance(target, DecoderForestModel):
-        found = read_mtp(source.tensors, target)
+        parts = read_mtp(source.tensors, target)
     else:
         from dsbd_cli.models.heads.adapted_head import read_adapted_mtp
 
         return read_adapted_mtp(source.tensors, target, name)
-    model = HeadForestModel(target, found.decoder, found.layers[0], name, found.form)
-    if found.ids is None:
+    model = HeadForestModel(target, parts.decoder, parts.layers[0], name, parts.form)
+    if parts.ids is None:
         model.fit_width(target.vocab_size)
     else:
-        model.spread(found.ids, target.vocab_size)
-        _share_rows(model, found.ids, source)
+        model.spread(parts.ids, target.vocab_size)
+        _share_rows(model, parts.ids, source)
     shared = f"; {OWN_IDS}" if model.own_ids_below else ""
-    model.form = f"{found.form}; {_choose_layers(model, found)}{shared}"
+    model.form = f"{parts.form}; {_choose_layers(model, parts)}{shared}"
     return model
 
 
@@ -107,22 +107,22 @@ def _pack(model: TargetHead, draft: Checkpoint) -> None:
         raise too_small(draft.spec, _name(draft.spec))
 
 
-def _choose_layers(model: HeadForestModel, found: FoundHead) -> str:
+def _choose_layers(model: HeadForestModel, parts: FoundHead) -> str:
     """Choose the layers whose hidden states let the head predict the target's own text best. Return the choice in
     words."""
-    if not found.layers[0]:
+    if not parts.layers[0]:
         return AFTER_NORM
     best, other = 0, ""
-    if len(found.layers) > 1:
+    if len(parts.layers) > 1:
         text = _greedy_text(model.target)
         losses = []
-        for layers in found.layers:
+        for layers in parts.layers:
             model.read_from(layers)
             losses.append(_loss(model, text))
         best = min(range(len(losses)), key=losses.__getitem__)
-        model.read_from(found.layers[best])
+        model.read_from(parts.layers[best])
         other = f" (loss {losses[best]:.2f} on a text of the target; {losses[1 - best]:.2f} one layer off)"
-    return f"it reads the states after {', '.join(map(str, found.layers[best]))} layers{other}"
+    return f"it reads the states after {', '.join(map(str, parts.layers[best]))} layers{other}"
 
 
 @torch.inference_mode()
@@ -140,10 +140,10 @@ def _loss(model: HeadForestModel, text: Sequence[int]) -> float:
     """Return the mean loss, in nats, of the text under the head, where it reads true states alone; tokens that the
     head lacks are left out."""
     tokens = torch.tensor([text], device=model.device)
-    found = model.read(tokens)
+    logits = model.read(tokens)
     wide = torch.full((len(text), model.vocab_size), float("-inf"), device=model.device)
     columns = slice(None) if model.head_ids is None else model.head_ids
-    wide[:, columns] = found[0].float()
+    wide[:, columns] = logits[0].float()
     # the first token has no state before it
     said: Tensor = wide.log_softmax(-1)[1:-1].gather(1, tokens[0, 2:, None])
     there = said[said > float("-inf")]
