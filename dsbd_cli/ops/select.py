@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dsbd_cli.ops import reference
 from dsbd_cli.ops.cpu import attention, int8, iteration, layer, linear, logsumexp, program, prompt_attention, scan
-from dsbd_cli.ops.cpu.runtime import FLOATS, unloadable
+from dsbd_cli.ops.cpu.runtime import FLOATS, compile_beside, unloadable
 from dsbd_cli.ops.interface import Linear, OpChoice, Ops, RowsLinear
 from dsbd_cli.ops.triton import available
 from dsbd_cli.ops.triton.trial import faults
@@ -72,6 +72,11 @@ def ops_for(
 # numba, on a CPU
 
 
+def begin_compiling() -> None:
+    """Begin to compile the kernels of iterations in a process of their own, where they are not compiled yet."""
+    compile_beside("iteration")
+
+
 class _Numba(NamedTuple):
     """An operation that CPU kernels serve, what loads them, and the words of a warning if that fails."""
 
@@ -111,7 +116,7 @@ NUMBA = {
     "norm": _Numba(layer.norm, layer.compiled, _TORCH_LAYERS),
     "gated": _Numba(layer.gated, layer.compiled, _TORCH_LAYERS),
     "rotate": _Numba(layer.rotate, layer.compiled, _TORCH_LAYERS),
-    "program": _Numba(program.Program, program.compiled, "layers are called one by one"),
+    "program": _Numba(program.loop, program.compiled, "layers are called one by one"),
     "path_attention": _Numba(attention.attend, attention.compiled, "torch computes attention over the suffix"),
     "prompt_attention": _Numba(
         prompt_attention.attend, prompt_attention.compiled, "torch computes attention to prompts"
@@ -249,7 +254,9 @@ def triton_ops(names: Iterable[str]) -> dict[str, Any]:
         return draft if rule is None or (rule in distribution.RULES and draft.fits(nodes, count, own)) else None
 
     every = {
-        **{name: _at_once(getattr(layers, name)) for name in ("norm", "gated", "rotate")},
+        "norm": layers.norm,
+        "gated": layers.gated,
+        "rotate": layers.rotate,
         "linear": product,
         "attention": attend,
         "candidates": best,
@@ -259,11 +266,6 @@ def triton_ops(names: Iterable[str]) -> dict[str, Any]:
         "move": commit.move,
     }
     return {name: every[name] for name in names}
-
-
-def _at_once(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a GPU kernel so that it ignores its last argument, `run`: the kernel is queued when it is called."""
-    return lambda *arguments: kernel(*arguments[:-1])
 
 
 def _triton_unfit(name: str, dtype: torch.dtype, widths: frozenset[int]) -> str | None:

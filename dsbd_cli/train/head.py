@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from dsbd_cli._version import __version__
 from dsbd_cli.config.model import ModelSpec
-from dsbd_cli.errors import ModelError, one_line
+from dsbd_cli.errors import ModelError, UnsupportedModelError, UsageError, one_line
 from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
 from dsbd_cli.models.checkpoints.loader import load_network
 from dsbd_cli.models.decoder.load import spec_or_reason
@@ -35,6 +35,7 @@ from dsbd_cli.models.heads.formats import LAYER_IDS, SPECULATORS, VERSION, layer
 from dsbd_cli.train.target_answers import AnswerTokens
 
 SPECULATED = 4  # tokens that other engines draft, as the folder's config asks
+VOCABULARY, LEAST_VOCABULARY = 8192, 64  # tokens of a head: by default, and at least
 SMALL = 0.1  # scale of the random part of the first linear layer, `fc`
 FILE = "model.safetensors"
 HIDDEN = -1e9  # attention score of a key that a query does not see
@@ -272,6 +273,34 @@ class HeadStudent(nn.Module):
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
+def head_vocabulary(spec: ModelSpec, wanted: int | None) -> int:
+    """Return the number of tokens of a head for the target of `spec`, from the target's config alone. wanted: None:
+    VOCABULARY.
+
+    Raises UsageError for too few, UnsupportedModelError and ModelError for a target that no head is made of.
+    """
+    target = Checkpoint.open(spec)
+    config = target.config
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(
+            f"target model {spec.source!r} has an encoder: drafts are made of decoder-only targets alone"
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError(
+            f"target model {spec.source!r} is quantized, and quantized layers cannot be trained: "
+            "distil from the original; its draft serves both"
+        )
+    decoder = spec_or_reason(target)
+    if isinstance(decoder, str):
+        raise UnsupportedModelError(
+            f"a head begins as a layer of a standard decoder, but {decoder}: "
+            "give generate a smaller model of the family as --draft, or --drafter ngram"
+        )
+    if wanted is not None and wanted < LEAST_VOCABULARY:
+        raise UsageError(f"--vocab is {wanted}, but must be {LEAST_VOCABULARY} or more")
+    return min(wanted or VOCABULARY, decoder.vocabulary)
+
+
 def new_head(spec: ModelSpec, ids: Tensor, seed: int) -> HeadStudent:
     """Make an untrained head over the tokens `ids` [C] for the target of `spec`. Its layer begins as the target's last
     layer and reads the deepest of the states that are taken. Raises ModelError."""
@@ -344,7 +373,7 @@ def _ends(reader: WeightReader) -> tuple[Tensor, Tensor, Tensor]:
     spec = reader.spec
     table = reader.tensor("embed_tokens.weight", spec.vocabulary, spec.hidden)
     rows = table if spec.tied else reader.tensors["lm_head.weight"]()
-    norm = reader.norm("norm.weight", spec.hidden) + float(spec.unit_offset)
+    norm = reader.norm("norm.weight", spec.hidden).weight + float(spec.unit_offset)
     return rows.float() / spec.logit_scale, table, norm
 
 
@@ -362,7 +391,7 @@ def _copy_layer(layer: Any, reader: WeightReader) -> None:
     offset = float(reader.spec.unit_offset)
     for norm, given in ((layer.hidden_norm, last.input_norm), (layer.post_attention_layernorm, last.mlp_norm)):
         if given is not None:
-            norm.weight.copy_(given + offset)
+            norm.weight.copy_(given.weight + offset)
 
 
 def _rope_theta(text: Any) -> float:

@@ -21,7 +21,7 @@ from dsbd_cli.models.checkpoints.gguf_parts import reading_parts
 from dsbd_cli.models.checkpoints.head import head_keys, install, read_head
 from dsbd_cli.models.checkpoints.linearised import unread
 from dsbd_cli.models.checkpoints.mamba_ssm import KEY_MAPPING
-from dsbd_cli.ops.cpu.int8 import LEAST_WEIGHTS
+from dsbd_cli.ops.interface import LEAST_WEIGHTS
 from dsbd_cli.ops.select import int8_missing, packing_works
 
 SMALL_BYTES = 64 << 20  # with dtype auto, weights of up to this size are float32 on a CPU

@@ -18,20 +18,9 @@ import functools
 import torch
 from torch import Tensor
 
+from dsbd_cli.ops import run
 from dsbd_cli.ops.cpu.linear import COLUMNS
-from dsbd_cli.ops.cpu.runtime import (
-    EAGER,
-    FLOATS,
-    CpuKernel,
-    Eager,
-    features,
-    fields,
-    kernels,
-    layout,
-    matrix_units,
-    offsets,
-    team,
-)
+from dsbd_cli.ops.cpu.runtime import FLOATS, CpuKernel, features, fields, kernels, layout, matrix_units, offsets, team
 
 SLOTS = 2 * COLUMNS  # of a chunk
 QUERIES = 64  # that a thread works on at most: they share the packed keys and values
@@ -72,14 +61,7 @@ def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    counts: Tensor,
-    scale: float,
-    *,
-    rows: Tensor | None = None,
-    run: Eager = EAGER,
+    query: Tensor, key: Tensor, value: Tensor, counts: Tensor, scale: float, *, rows: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attend with query [R, H * G, n, E] to the first slots of key and value [R', H, S, E].
 

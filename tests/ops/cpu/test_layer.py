@@ -20,9 +20,9 @@ from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
 from dsbd_cli.models.load_model import load_model
 from dsbd_cli.ops import reference
 from dsbd_cli.ops.cpu import layer as layer_ops
-from dsbd_cli.ops.cpu import program
 from dsbd_cli.ops.cpu.runtime import FLOATS
 from dsbd_cli.ops.interface import Ops
+from dsbd_cli.ops.run import Program
 from dsbd_cli.ops.select import LAYERS, ops_for
 from tests.helpers.kernels import replaced, serves
 from tests.models.decoders import build_decoder, save_decoder
@@ -55,7 +55,8 @@ def test_norm(dtype: torch.dtype, unit_offset: bool, adds: bool) -> None:
     for x in (wide[..., :96], wide[:1, :1, 16:112], wide.transpose(0, 1)[..., :32]):
         more = normal(dtype, *x.shape, seed=1) if adds else None
         weight = normal(dtype, x.shape[-1], seed=2)
-        found, wanted = (how(x, more, weight, 1e-5, unit_offset) for how in (layer_ops.norm, reference.norm))
+        rms = reference.Norm(weight, 1e-5, unit_offset)
+        found, wanted = (how(rms, x, more) for how in (layer_ops.norm, reference.norm))
         torch.testing.assert_close(found[0], wanted[0], **CLOSE[dtype])
         assert torch.equal(found[1], wanted[1])
 
@@ -78,12 +79,12 @@ def test_rotate(dtype: torch.dtype, norms: bool | None, angles: int) -> None:
     both = normal(dtype, rows, nodes, (heads + 2 * kv_heads) * dim + 32)[..., :-32]
     turns = torch.randn(angles, nodes, dim, generator=torch.Generator().manual_seed(1))
     slots = torch.randperm(rows * 9, generator=torch.Generator().manual_seed(2))[: rows * nodes]
-    more = () if norms is None else (normal(dtype, dim, seed=3), normal(dtype, dim, seed=4), 1e-5, norms)
+    pair = None if norms is None else [reference.Norm(normal(dtype, dim, seed=seed), 1e-5, norms) for seed in (3, 4)]
     planes = []
     cos, sin = turns.cos().to(dtype), turns.sin().to(dtype)
     for how in (layer_ops.rotate, reference.rotate):
         keys, values = normal(dtype, rows, 9, kv_heads, dim, seed=5), normal(dtype, rows, 9, kv_heads, dim, seed=6)
-        planes.append((how(both, cos, sin, slots, keys, values, *more), keys, values))
+        planes.append((how(both, cos, sin, slots, keys, values, pair), keys, values))
     for found, wanted in zip(*planes, strict=True):
         torch.testing.assert_close(found, wanted, **CLOSE[dtype])
     assert torch.equal(planes[0][2], planes[1][2])
@@ -100,10 +101,11 @@ def test_bits_of_a_row_do_not_depend_on_rows_and_threads(dtype: torch.dtype) -> 
 
     def all_of(rows: slice) -> list[Tensor]:
         keys, values = torch.zeros(1, 140, 2, 64, dtype=dtype), torch.zeros(1, 140, 2, 64, dtype=dtype)
-        normed, summed = layer_ops.norm(x[rows], more[rows], weight, 1e-6, False)
+        normed, summed = layer_ops.norm(reference.Norm(weight, 1e-6), x[rows], more[rows])
         turned = layer_ops.rotate(both[None, rows], turns[:, rows], turns[:, rows], slots[rows], keys, values)
         gated = [layer_ops.gated(both[rows], gelu) for gelu in (False, True)]
-        others = torch.zeros_like(keys), torch.zeros_like(values), turns[0, 0], turns[0, 1], 1e-6, True
+        norms = reference.Norm(turns[0, 0], 1e-6, True), reference.Norm(turns[0, 1], 1e-6, True)
+        others = torch.zeros_like(keys), torch.zeros_like(values), norms
         normal_heads = layer_ops.rotate(both[None, rows], turns[:, rows], turns[:, rows], slots[rows], *others)
         heads = [one[0].transpose(0, 1) for one in (turned, normal_heads)]
         return [normed, summed, *gated, *heads, keys[0, rows], values[0, rows], others[0][0, rows]]
@@ -124,7 +126,11 @@ def test_what_is_no_number_stays_in_its_row(dtype: torch.dtype) -> None:
     """Guards failed rows, which are found by their logits."""
     x = normal(dtype, 3, 64)
     x[1, 5] = float("nan")
-    for found in (layer_ops.norm(x, None, x[0], 1e-6, False)[0], layer_ops.gated(x, False), layer_ops.gated(x, True)):
+    for found in (
+        layer_ops.norm(reference.Norm(x[0], 1e-6), x)[0],
+        layer_ops.gated(x, False),
+        layer_ops.gated(x, True),
+    ):
         assert found[1].isnan().any()
         assert not found[[0, 2]].isnan().any()
 
@@ -156,8 +162,8 @@ def test_a_wrong_kernel_serves_no_model(broken: str, tmp_path: Path, monkeypatch
     """Guards answers by a kernel that gives something else on this processor: transformers runs the model then."""
     right = getattr(layer_ops, broken)
 
-    def wrong(*arguments: Any) -> Any:
-        result = right(*arguments)
+    def wrong(*arguments: Any, **named: Any) -> Any:
+        result = right(*arguments, **named)
         return (result[0] * 1.5, result[1]) if isinstance(result, tuple) else result * 1.5
 
     folder = save_decoder(tmp_path / "model", build_decoder("gemma3" if broken == "norm" else "llama"))
@@ -170,7 +176,7 @@ def test_a_wrong_kernel_serves_no_model(broken: str, tmp_path: Path, monkeypatch
 
 def test_a_wrong_program_serves_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain forwards, which are compared with transformers, run none: the self-test finds it."""
-    monkeypatch.setattr(program.Program, "run", lambda self: None)
+    monkeypatch.setattr(Program, "run", lambda self: None)
     folder = save_decoder(tmp_path / "model", build_decoder("llama"))
     loaded = load_model(Checkpoint.open(ModelSpec(str(folder), dtype="float32", device="cpu")))
     assert isinstance(loaded.model, CausalForestModel)
