@@ -23,6 +23,7 @@ from benchmarks.common import device_name, markdown_table, results_folder, write
 from benchmarks.evidence import Cell, prompts, take
 from dsbd_cli import Engine, MethodConfig, Request, SamplingConfig
 from dsbd_cli.config.model import ModelSpec
+from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
 from dsbd_cli.models.load_model import load_model
 from dsbd_cli.ops.cpu import int8, linear
 
@@ -75,7 +76,9 @@ def main() -> None:
     runs, table, source = list[dict[str, Any]](), list[dict[str, str]](), prompts(options.target)
     for name in FORMATS:
         quantize = "int8" if name == "int8" else None
-        model, codec = load_model(ModelSpec(str(options.target), device="cpu", dtype="bfloat16", quantize=quantize))
+        model, codec, _ = load_model(
+            Checkpoint.open(ModelSpec(str(options.target), device="cpu", dtype="bfloat16", quantize=quantize))
+        )
         each = model.size.flops_per_node / 2
         head = model.vocab_size * model.hidden_size
         for rows in map(int, options.rows.split(",")):

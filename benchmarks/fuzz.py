@@ -40,9 +40,10 @@ from dsbd_cli.engine.protocols import ForestModel, TextCodec
 from dsbd_cli.models.adapted.causal import CausalForestModel
 from dsbd_cli.models.adapted.patching import pack, quantize
 from dsbd_cli.models.adapted.seq2seq import Seq2SeqForestModel
+from dsbd_cli.models.checkpoints.checkpoint import open_pair
 from dsbd_cli.models.checkpoints.generation import CheckpointSettings
 from dsbd_cli.models.checks.invariance import check
-from dsbd_cli.models.decoder.load import DecoderCheckpoint, build_decoder
+from dsbd_cli.models.decoder.load import DecoderParts, build_decoder
 from dsbd_cli.models.decoder.pack import find_outliers, quantize_decoder
 from dsbd_cli.models.decoder.spec import DecoderSpec, spec_of
 from dsbd_cli.models.forest_model import BaseForestModel
@@ -334,7 +335,9 @@ class Fuzzer:
         if int8:
             return _int8(family, size, getattr(torch, dtype), self._tokenizer)
         target, draft = (self._folder(family, size, role) for role in ("target", "draft"))
-        pair = load_pair(ModelSpec(str(target), dtype=dtype), ModelSpec(str(draft), role="draft", dtype=dtype))
+        pair = load_pair(
+            *open_pair(ModelSpec(str(target), dtype=dtype), ModelSpec(str(draft), role="draft", dtype=dtype))
+        )
         assert isinstance(pair.draft, BaseForestModel)
         return Loaded(pair.target, pair.draft, pair.codec)
 
@@ -382,17 +385,15 @@ def _int8(family: str, size: int, dtype: torch.dtype, tokenizer: PreTrainedToken
     if isinstance(spec := spec_of(model.config), DecoderSpec) and not spec.wide_rotary:
         state = model.state_dict()
         tensors = {name: partial(state.__getitem__, name) for name in state}
-        source = DecoderCheckpoint(spec, tensors, dtype, torch.device("cpu"))
         settings = CheckpointSettings.of(model.config, {})
-        target = own = build_decoder(ModelSpec(family), source, settings, None, lambda: model, frozenset())
+        parts = DecoderParts(family, spec, tensors, dtype, torch.device("cpu"), settings)
+        target = own = build_decoder(parts, lambda: model, frozenset())
         outliers = find_outliers(own.decoder, lambda: own.plain(torch.arange(64)[None] % size))
         quantize_decoder(own.decoder, outliers, least=0)
-        target.quantized = "int8"
     else:
         target = adapted = CausalForestModel(model, family)
         quantize(adapted.module, adapted.calibrate, least=0)
         adapted.layers_replaced()
-        target.quantized = "int8"
     _promise(target)
     return Loaded(target, draft, HFCodec(tokenizer, (tokenizer.eos_token_id,)))
 

@@ -29,6 +29,7 @@ from dsbd_cli import Engine, MethodConfig, Request, SamplingConfig
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.lab.peers.config import PeerConfig
 from dsbd_cli.lab.peers.transformers_generate import TransformersPeer
+from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
 from dsbd_cli.models.checkpoints.loader import load
 from dsbd_cli.models.checkpoints.registry import resolve
 from dsbd_cli.models.load_model import load_model
@@ -40,11 +41,11 @@ def logprobs(target: str, dtype: str, quantize: Any, tokens: int) -> Tensor:
     """[places, V] log-probabilities after every token of the texts, in float32."""
     run: Callable[[Tensor], Tensor]
     if quantize is None:
-        network, tokenizer = load(ModelSpec(target, device="cpu", dtype=dtype))
+        network, tokenizer = load(Checkpoint.open(ModelSpec(target, device="cpu", dtype=dtype)))
         run = lambda tokens: network(tokens, use_cache=False).logits  # noqa: E731
     else:
         spec = ModelSpec(target, device="cpu", dtype=dtype, quantize=quantize, numerics="fast")
-        model, codec = load_model(spec)
+        model, codec, _ = load_model(Checkpoint.open(spec))
         run, tokenizer = model.plain, codec.tokenizer
     root = Path(__file__).parents[1]
     found = []
@@ -92,8 +93,10 @@ def answering(options: argparse.Namespace) -> tuple[dict[str, Answering], Any]:
     """What answers a prompt, by name, and the codec."""
     sampling, beams = SamplingConfig(max_new_tokens=options.max_new_tokens), options.num_beams
     kind = "beam-search" if beams > 1 else "greedy"
-    plain, codec = load_model(ModelSpec(options.target, device="cpu", dtype="bfloat16"))
-    quantized, _ = load_model(ModelSpec(options.target, device="cpu", dtype="bfloat16", quantize="int8"))
+    plain, codec, _ = load_model(Checkpoint.open(ModelSpec(options.target, device="cpu", dtype="bfloat16")))
+    quantized = load_model(
+        Checkpoint.open(ModelSpec(options.target, device="cpu", dtype="bfloat16", quantize="int8"))
+    ).model
     found = {"bfloat16": ours(plain, codec, sampling, beams), "int8": ours(quantized, codec, sampling, beams)}
     peers: dict[str, Any] = {}
     if options.transformers:

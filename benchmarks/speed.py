@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,12 +26,12 @@ from benchmarks.inflate import SHAPES, inflate
 from dsbd_cli import Engine, MethodConfig, Request, SamplingConfig
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.lab.peers.base import delivered
-from dsbd_cli.models.checkpoints.generation import CheckpointSettings
-from dsbd_cli.models.checkpoints.loader import eos_ids, load_tokenizer
+from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
+from dsbd_cli.models.checkpoints.generation import CheckpointSettings, eos_ids
 from dsbd_cli.models.checkpoints.registry import resolve
 from dsbd_cli.models.checks.invariance import check
 from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
-from dsbd_cli.models.decoder.load import DecoderCheckpoint, build_decoder, pack
+from dsbd_cli.models.decoder.load import DecoderParts, build_decoder, pack
 from dsbd_cli.models.decoder.spec import DecoderSpec, spec_of
 from dsbd_cli.models.tokenizer import HFCodec
 from dsbd_cli.ops.select import ops_for
@@ -120,7 +119,7 @@ def prepare(shape: str, draft_shape: str, dtype: torch.dtype, count: int) -> Ben
             large = small if name == "small" else inflate(small, SHAPES[name], dtype, device=device)
             models.append(large.to(device).requires_grad_(False))
     ours, plain = copies[0], copies[-1]
-    tokenizer = load_tokenizer(Path(resolve("builtin:target").path), ModelSpec("builtin:target"))
+    tokenizer = Checkpoint.open(ModelSpec("builtin:target")).tokenizer
     codec = HFCodec(tokenizer, eos_ids(ours[0], tokenizer))
     target, draft = map(own, ours, (shape, draft_shape))
     target.invariant = check(target).varies is None
@@ -139,8 +138,8 @@ def own(model: Any, name: str) -> DecoderForestModel:
     tensors = {key: partial(state.__getitem__, key) for key in state}
     kernels = ops_for(device, model.dtype, ("norm", "gated", "rotate")).by("triton")
     role, settings = ModelSpec(name, device=device.type), CheckpointSettings.of(model.config, {})
-    source = DecoderCheckpoint(spec, tensors, model.dtype, device)
-    forest = build_decoder(role, source, settings, None, lambda: model, frozenset(kernels))
+    parts = DecoderParts(name, spec, tensors, model.dtype, device, settings)
+    forest = build_decoder(parts, lambda: model, frozenset(kernels))
     pack(forest, role, None)
     return forest
 

@@ -22,7 +22,7 @@ from dsbd_cli.config.variants import INDEX
 from dsbd_cli.engine.constraints.answer_files import check_answer_file
 from dsbd_cli.errors import UsageError, reading, shorten
 from dsbd_cli.models.chat import begin_rendering, check_template
-from dsbd_cli.models.checkpoints.hub import locate, locate_adapters, stored_bytes
+from dsbd_cli.models.checkpoints.checkpoint import Checkpoint, open_pair
 from dsbd_cli.ops.ahead import touching
 from dsbd_cli.requests import EngineInfo
 from dsbd_cli.threads import MOST_THREADS, processors, sleep_sooner, wait_without_spinning
@@ -99,14 +99,12 @@ def load(
     if (index := method.value(INDEX)) is not None:
         with reading(f"index {index}"):
             open(index, "rb").close()
-    for wanted in (spec, draft_spec):
-        if wanted is not None and not wanted.in_target:
-            locate(wanted)
+    checkpoint, draft_checkpoint = open_pair(spec, draft_spec)
     wait_without_spinning()
-    sleep_sooner(stored_bytes(locate(spec)))
+    sleep_sooner(checkpoint.weight_bytes)
     template = None if chat_template is None else template_text(chat_template)
-    begin_rendering(locate(spec), *locate_adapters(spec))  # it runs during the imports, and memory is touched meanwhile
-    with touching(_packed_bytes(spec, locate(spec))):
+    begin_rendering(*checkpoint.folders)  # it runs during the imports, and memory is touched meanwhile
+    with touching(_packed_bytes(checkpoint)):
         # heavy imports only now, so that a wrong name is reported at once
         with _without_collection():
             import torch
@@ -125,7 +123,7 @@ def load(
                 iteration_ops(torch.device("cpu"), kernels)
         if spec.device == "cpu" or (spec.device == "auto" and not torch.cuda.is_available()):
             begin_compiling()  # while models are loaded
-        pair = load_pair(spec, draft_spec, bridged=draft_spec is not None and method.bridges)
+        pair = load_pair(checkpoint, draft_checkpoint, bridged=draft_spec is not None and method.bridges)
     _use_template(pair.codec, spec.source, template, chat_template_kwargs)
     width, catalogue_notes = pair.target.vocab_size, list[str]()
     catalogues = {} if allow is None else open_catalogues(Path(allow), pair.codec, width, catalogue_notes.append)
@@ -180,16 +178,17 @@ def load_dry(
     from dsbd_cli.engine.constraints.grammar import GrammarCompiler
     from dsbd_cli.engine.decoding.dry_engine import DryEngine
     from dsbd_cli.engine.decoding.encode import Encoder
-    from dsbd_cli.models.checkpoints.catalog import local_folder
     from dsbd_cli.models.heads.formats import is_head
     from dsbd_cli.models.load_model import read_small_files
 
-    begin_rendering(local_folder(target), *locate_adapters(target))
-    facts, codec = read_small_files(target)
+    checkpoint = Checkpoint.open(target, fetch=False)
+    begin_rendering(*checkpoint.folders)
+    facts, codec = read_small_files(checkpoint)
     _use_template(codec, target.source, chat_template, chat_template_kwargs)
     drafted = None  # a head has the target's positions, and one that bridges has its own cache
-    if draft is not None and not draft.in_target and not method.bridges and not is_head(local_folder(draft)):
-        drafted = read_small_files(draft)[0]
+    if draft is not None and not draft.in_target and not method.bridges:
+        small = Checkpoint.open(draft, fetch=False)
+        drafted = None if is_head(small.path) else read_small_files(small)[0]
     notes: list[str] = []
     catalogues = {} if allow is None else open_catalogues(allow, codec, facts.vocab_size, notes.append)
     grammars = GrammarCompiler(codec, facts.vocab_size)
@@ -235,24 +234,25 @@ def _specs(target: ModelRef, draft: ModelRef | None, kernels: bool | None) -> tu
     return spec, draft_spec
 
 
-def _packed_bytes(spec: ModelSpec, path: Path) -> int:
+def _packed_bytes(checkpoint: Checkpoint) -> int:
     """Return how many bytes our kernels' packed weights take at least, as far as one can tell without torch; 0 where
     there may be none."""
+    spec, size = checkpoint.spec, checkpoint.weight_bytes
     if spec.device != "cpu" and (spec.device != "auto" or any(map(os.path.exists, GPU_FILES))):
         return 0
     if spec.device_map is not None or spec.tensor_parallel > 1:
         return 0
     try:
         flags = CPU_FACTS.read_text(encoding="utf-8")
-        config = json.loads((path / "config.json").read_bytes())
+        config = json.loads((checkpoint.path / "config.json").read_bytes())
         halves = config.get("dtype", config.get("torch_dtype")) in ("bfloat16", "float16")
     except (OSError, ValueError, AttributeError, RecursionError):  # a GGUF file, or what the load will report
         return 0
     if spec.quantize is not None:
-        return stored_bytes(path) // 2 if " avx512_vnni" in flags or " amx_int8" in flags else 0
+        return size // 2 if " avx512_vnni" in flags or " amx_int8" in flags else 0
     if " avx512f" not in flags or " amx_bf16" in flags:  # with matrix units bfloat16 stays in its file
         return 0
-    return stored_bytes(path) if halves else stored_bytes(path) // 2
+    return size if halves else size // 2
 
 
 def _check_place(name: str, value: object, *others: type) -> None:

@@ -21,6 +21,7 @@ from dsbd_cli.config.grammars import Grammar
 from dsbd_cli.config.spelling import parse
 from dsbd_cli.config.variants import RULES
 from dsbd_cli.errors import InvalidRowError, ModelNotFoundError
+from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
 from dsbd_cli.requests import derive_seed
 from tests.helpers.toys import NumberCodec, table_pair
 
@@ -225,8 +226,8 @@ def test_without_a_draft_a_method_that_asks_for_none_is_plain_decoding() -> None
 def test_a_spec_says_how_to_load_and_the_draft_follows(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[object] = []
 
-    def note(*specs: object, bridged: bool) -> None:
-        seen.extend(specs)
+    def note(*models: Checkpoint | None, bridged: bool) -> None:
+        seen.extend(None if model is None else model.spec for model in models)
         raise InterruptedError
 
     monkeypatch.setattr("dsbd_cli.models.pair.load_pair", note)
@@ -243,8 +244,8 @@ def test_a_spec_says_how_to_load_and_the_draft_follows(monkeypatch: pytest.Monke
 def test_a_named_target_has_no_draft_unless_one_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: list[object] = []
 
-    def note(target: ModelSpec, draft: ModelSpec | None, *, bridged: bool) -> None:
-        seen.append(None if draft is None else draft.source)
+    def note(target: Checkpoint, draft: Checkpoint | None, *, bridged: bool) -> None:
+        seen.append(None if draft is None else draft.spec.source)
         raise InterruptedError
 
     monkeypatch.setattr("dsbd_cli.models.pair.load_pair", note)

@@ -17,7 +17,7 @@ from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.errors import UnsupportedModelError, UsageError
 from dsbd_cli.models.adapted.attention import NAME as GROUPED
 from dsbd_cli.models.adapted.causal import CausalForestModel
-from dsbd_cli.models.checkpoints.loader import eos_ids
+from dsbd_cli.models.checkpoints.generation import eos_ids
 from dsbd_cli.models.checkpoints.vocabulary import check_pair
 from dsbd_cli.models.checks.invariance import check
 from dsbd_cli.models.checks.selftest import self_test

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from dsbd_cli.engine.protocols import ForestInput, ForestModel
 from dsbd_cli.errors import ModelError, UnsupportedModelError, one_line, out_of_memory
 from dsbd_cli.models.attention.metadata import AttentionMetadata, Reading
 from dsbd_cli.models.kv_cache import KVCache, PlaneSpec
+from dsbd_cli.models.tokenizer import HFCodec
 from dsbd_cli.ops.interface import Ops
 
 CALIBRATION = 2, 64  # sequences and their tokens
@@ -72,6 +73,26 @@ class SelfTestReport:
     limit: float
 
 
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """Report of a load. tested: errors that its check measured. notes: lines for the user about how the model runs."""
+
+    tested: SelfTestReport
+    notes: tuple[str, ...] = ()
+
+
+class Loaded(NamedTuple):
+    """A model that is loaded and checked, and its codec. Nothing about them is set afterwards."""
+
+    model: BaseForestModel
+    codec: HFCodec
+    report: LoadReport
+
+    def noting(self, *notes: str) -> Loaded:
+        """Return the same with further lines for the user."""
+        return self._replace(report=replace(self.report, notes=(*self.report.notes, *notes)))
+
+
 def size_of(model: ForestModel) -> ModelSize | None:
     """Return the sizes of a model that this package has loaded; None for any other model."""
     return model.size if isinstance(model, BaseForestModel) else None
@@ -91,10 +112,7 @@ class BaseForestModel:
         name: the model as the user named it.
         invariant: whether `prompt_slots` keeps its promise on this machine (checks/invariance.py).
         varies: the reason why it does not.
-        notes: what the user should know about how the model runs.
-        tested: errors that the check at load measured.
         attention: the attention kernel of a GPU; None without one.
-        quantized: the precision to which linear layers were quantized at load; None where they were not.
     """
 
     def __init__(
@@ -104,10 +122,7 @@ class BaseForestModel:
         self.name = name
         self.invariant = False
         self.varies: str | None = None
-        self.notes: tuple[str, ...] = ()
-        self.tested: SelfTestReport | None = None
         self.attention: Callable[..., Tensor | None] | None = None
-        self.quantized: str | None = None
         self._load_stock = load_stock
         self._stock: Any = None
         self._device, self._cache = device, cache
@@ -349,14 +364,15 @@ class BaseForestModel:
         own = 0 if batch.own_ids is None else batch.own_ids.shape[1]
         return None if found is None else self._fitted(found.to(self._device), own)[:, :count]
 
-    def trust(self, varies: str | None, copies: bool | None) -> None:
+    def trust(self, varies: str | None, copies: bool | None) -> tuple[str, ...]:
         """Apply the result of the check of invariance, whose fields are those of `verdicts.Verdict`. Prompts that begin
-        alike are each read whole where only that keeps the bits, or where copying was not checked."""
+        alike are each read whole where only that keeps the bits, or where copying was not checked. Return a line for
+        the user where this changes how the model runs."""
         self.varies, self.invariant = varies, varies is None
-        if self.invariant:
-            if self.copies_prefixes and not copies:
-                self.notes += (NOT_ASKED if copies is None else NOT_COPIED,)
-            self.copies_prefixes = bool(copies)
+        if not self.invariant:
+            return ()
+        copied, self.copies_prefixes = self.copies_prefixes, bool(copies)
+        return (NOT_ASKED if copies is None else NOT_COPIED,) if copied and not copies else ()
 
     def _ids_in_table(self, batch: ForestInput) -> Tensor:
         """Return token ids [R, n] that the embedding table has. A draft may lack the last ids of its target; any other

@@ -7,83 +7,94 @@ from typing import Any
 
 import torch
 
-from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import ModelError, UnsupportedModelError, UsageError
 from dsbd_cli.models import verdicts
 from dsbd_cli.models.adapted.causal import CausalForestModel
 from dsbd_cli.models.adapted.encoder_inputs import Seq2SeqCodec
 from dsbd_cli.models.adapted.patching import pack, quantize
 from dsbd_cli.models.adapted.seq2seq import Seq2SeqForestModel, encoder_digest
+from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
 from dsbd_cli.models.checkpoints.head import installed, trimmed_target
-from dsbd_cli.models.checkpoints.hub import locate
-from dsbd_cli.models.checkpoints.loader import PICTURE_MODELS, eos_ids, load, load_config, load_preprocessor, too_small
+from dsbd_cli.models.checkpoints.loader import PICTURE_MODELS, load, load_network, load_preprocessor, too_small
 from dsbd_cli.models.checks.invariance import check
 from dsbd_cli.models.checks.selftest import self_test
-from dsbd_cli.models.forest_model import BaseForestModel
+from dsbd_cli.models.forest_model import Loaded, LoadReport
 from dsbd_cli.models.tensor_parallel import Ranks, ShardedForestModel, check_ranks, load_slice
 from dsbd_cli.models.tokenizer import HFCodec
 from dsbd_cli.models.verdicts import Verdict
 
 
-def load_adapted(spec: ModelSpec) -> tuple[BaseForestModel, HFCodec]:
+def load_adapted(checkpoint: Checkpoint) -> Loaded:
     """Return a model that transformers runs and its codec. Where `invariant` numerics are asked of a target, they are
     checked.
 
     Raises ModelError, UnsupportedModelError and UsageError.
     """
-    model, tokenizer, ranks = _loaded(spec)
-    has_encoder = bool(getattr(model.config, "is_encoder_decoder", False))
-    digest = encoder_digest(model) if has_encoder else None
+    spec = checkpoint.spec
+    model, tokenizer, ranks = _network(checkpoint)
     # a draft only proposes: what it computes cannot reach the text
     wanted = spec.role == "target" and spec.numerics == "invariant"
     try:
-        if ranks is not None:
-            forest: CausalForestModel | Seq2SeqForestModel = ShardedForestModel(model, spec.source, ranks)
-        else:
-            packed = _on_cpu(model) and spec.quantize is None and pack(model) > 0
-            kind = Seq2SeqForestModel if has_encoder else CausalForestModel
-            forest = kind(model, spec.source, stock=(lambda: load(spec)[0]) if packed or spec.quantize else None)
+        forest = _forest(checkpoint, model, ranks)
         forest.keep_states_in(torch.float64 if wanted else torch.float32)
-        forest.tested = self_test(forest)
+        tested = self_test(forest)
         if spec.quantize is not None:  # after the test, whose limits are those of the checkpoint's own rounding
-            _quantize(forest, spec)
-        found = check(forest) if wanted else Verdict(verdicts.UNASKED)
-        forest.trust(found.varies, found.copies)
+            _quantize(forest, checkpoint)
+        verdict = check(forest) if wanted else Verdict(verdicts.UNASKED)
+        notes = forest.trust(verdict.varies, verdict.copies)
         if not forest.invariant:
             forest.keep_states_in(torch.float32)
     except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"{spec.role} model {spec.source!r}: {error}") from error
+        raise UnsupportedModelError(f"{checkpoint.name}: {error}") from error
     if trimmed := installed(model):
         if spec.role == "target":
             raise trimmed_target(spec)
         forest.spread(*trimmed)
-    ends = eos_ids(model, tokenizer, spec)
+    ends = checkpoint.end_tokens(model, tokenizer)
     if isinstance(forest, Seq2SeqForestModel):
-        forest.encoder_digest = digest
-        return forest, _source_codec(spec, model, tokenizer, ends, forest.vocab_size)
-    return forest, HFCodec(tokenizer, ends)
+        codec: HFCodec = _source_codec(checkpoint, model, tokenizer, ends, forest.vocab_size)
+    else:
+        codec = HFCodec(tokenizer, ends)
+    return Loaded(forest, codec, LoadReport(tested, notes))
 
 
-def _source_codec(spec: ModelSpec, model: Any, tokenizer: Any, ends: tuple[int, ...], width: int) -> Seq2SeqCodec:
+def _forest(checkpoint: Checkpoint, model: Any, ranks: Ranks | None) -> CausalForestModel | Seq2SeqForestModel:
+    """Return transformers' model over a packed forest. On the CPU its products are packed, each in place of its plain
+    weights."""
+    spec = checkpoint.spec
+    if ranks is not None:
+        return ShardedForestModel(model, spec.source, ranks)
+    has_encoder = bool(getattr(model.config, "is_encoder_decoder", False))
+    digest = encoder_digest(model) if has_encoder else None  # of plain weights
+    packed = _on_cpu(model) and spec.quantize is None and pack(model) > 0
+    stock = (lambda: load_network(checkpoint)) if packed or spec.quantize else None
+    if has_encoder:
+        return Seq2SeqForestModel(model, spec.source, stock, digest)
+    return CausalForestModel(model, spec.source, stock)
+
+
+def _source_codec(
+    checkpoint: Checkpoint, model: Any, tokenizer: Any, ends: tuple[int, ...], width: int
+) -> Seq2SeqCodec:
     """Return the codec of an encoder-decoder model for text, speech or pictures. width: ids of the decoder. Raises
     ModelError where the checkpoint names no first token of answers."""
     sources = (model.generation_config, model.config)
-    found = [getattr(one, name, None) for one in sources for name in ("decoder_start_token_id", "bos_token_id")]
-    start = next((token for token in found if isinstance(token, int)), None)
+    named = [getattr(source, name, None) for source in sources for name in ("decoder_start_token_id", "bos_token_id")]
+    start = next((token for token in named if isinstance(token, int)), None)
     if start is None:
         message = "the checkpoint names no decoder_start_token_id: its answers have no first token"
-        raise ModelError(f"{spec.role} model {spec.source!r}: {message}")
+        raise ModelError(f"{checkpoint.name}: {message}")
     if not 0 <= start < width:
         message = f"answers begin with token {start} (decoder_start_token_id), but its decoder has {width} ids"
-        raise ModelError(f"{spec.role} model {spec.source!r}: {message}")
+        raise ModelError(f"{checkpoint.name}: {message}")
     if model.config.model_type == "whisper":
         from dsbd_cli.models.adapted.speech import WhisperCodec
 
-        return WhisperCodec(tokenizer, ends, start, model, load_preprocessor(locate(spec), spec, pictures=False))
+        return WhisperCodec(tokenizer, ends, start, model, load_preprocessor(checkpoint, pictures=False))
     if model.config.model_type in PICTURE_MODELS:
         from dsbd_cli.models.adapted.pictures import PictureCodec
 
-        return PictureCodec(tokenizer, ends, start, model, load_preprocessor(locate(spec), spec, pictures=True))
+        return PictureCodec(tokenizer, ends, start, model, load_preprocessor(checkpoint, pictures=True))
     return Seq2SeqCodec(tokenizer, ends, start, model)
 
 
@@ -93,27 +104,27 @@ def _on_cpu(model: Any) -> bool:
     return not hooked and {parameter.device.type for parameter in model.parameters()} == {"cpu"}
 
 
-def _quantize(forest: CausalForestModel | Seq2SeqForestModel, spec: ModelSpec) -> None:
+def _quantize(forest: CausalForestModel | Seq2SeqForestModel, checkpoint: Checkpoint) -> None:
     """Quantize the large linear layers to int8 and pack the small ones. Raises UsageError where all are small."""
     if not quantize(forest.module, forest.calibrate):
-        raise too_small(spec, f"the {spec.role} model {spec.source!r}")
+        raise too_small(checkpoint.spec, f"the {checkpoint.name}")
     pack(forest.module)
     forest.layers_replaced()
-    forest.quantized = spec.quantize
 
 
-def _loaded(spec: ModelSpec) -> tuple[Any, Any, Ranks | None]:
+def _network(checkpoint: Checkpoint) -> tuple[Any, Any, Ranks | None]:
     """Return model and tokenizer, and the other ranks of a model that is split (None where it is not)."""
+    spec = checkpoint.spec
     if spec.tensor_parallel == 1:
-        return *load(spec), None
-    if getattr(load_config(locate(spec), spec), "is_encoder_decoder", False):
+        return *load(checkpoint), None
+    if getattr(checkpoint.config, "is_encoder_decoder", False):
         parts = spec.tensor_parallel
         message = f"tensor_parallel is {parts}, but the {spec.role} has an encoder, which is not split: drop it"
         raise UsageError(message, field="tensor_parallel", value=parts)
-    check_ranks(spec)
+    check_ranks(checkpoint)
     ranks = Ranks(spec)
     try:
-        return *load_slice(spec), ranks
+        return *load_slice(checkpoint), ranks
     except BaseException:
         ranks.close()
         raise

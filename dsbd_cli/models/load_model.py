@@ -1,6 +1,7 @@
-"""Load one model in stages: locate, config and tokenizer, weights, packing, checks. Each stage has its own errors.
+"""Load one model in stages: config, weights, packing, checks. Each stage has its own errors.
 
-Our own decoder serves what it knows (decoder/), transformers everything else.
+Our own decoder serves what it knows (decoder/), transformers everything else (load_adapted.py). A stage returns what it
+has made, and the last one a `Loaded`.
 """
 
 from __future__ import annotations
@@ -8,48 +9,28 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.config.token_rules import TokenRules
 from dsbd_cli.errors import UnsupportedModelError, one_line, out_of_memory
 from dsbd_cli.models import verdicts
-from dsbd_cli.models.checkpoints.adapters import notes_on_tokenizer
-from dsbd_cli.models.checkpoints.catalog import local_folder
-from dsbd_cli.models.checkpoints.generation import (
-    CheckpointSettings,
-    checkpoint_rules,
-    positions_of,
-    read_generation,
-)
-from dsbd_cli.models.checkpoints.gguf_parts import gguf_parts
+from dsbd_cli.models.checkpoints.checkpoint import Checkpoint, quiet
+from dsbd_cli.models.checkpoints.generation import CheckpointSettings, checkpoint_rules, positions_of
 from dsbd_cli.models.checkpoints.head import read_head, trimmed_target
-from dsbd_cli.models.checkpoints.hub import ADAPTER_CONFIG, locate, locate_adapters, stored_bytes
-from dsbd_cli.models.checkpoints.loader import (
-    check_quantize,
-    dtype_of,
-    eos_ids,
-    import_decoder_code,
-    is_plain,
-    load_config,
-    load_network,
-    load_tokenizer,
-    quiet,
-)
-from dsbd_cli.models.checkpoints.placement import device_of
+from dsbd_cli.models.checkpoints.hub import ADAPTER_CONFIG
+from dsbd_cli.models.checkpoints.loader import check_quantize, device_of, dtype_of, import_decoder_code, load_network
 from dsbd_cli.models.checkpoints.registry import parts_of
 from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
-from dsbd_cli.models.decoder.load import DecoderCheckpoint, build_decoder, differs, pack, spec_or_reason, tensors_of
+from dsbd_cli.models.decoder.load import DecoderParts, build_decoder, differs, pack, spec_or_reason
 from dsbd_cli.models.decoder.spec import DecoderSpec
-from dsbd_cli.models.forest_model import BaseForestModel, SelfTestReport, unsupported
+from dsbd_cli.models.forest_model import BaseForestModel, Loaded, LoadReport, SelfTestReport, unsupported
 from dsbd_cli.models.stored_tokenizer import store, stored
 from dsbd_cli.models.tokenizer import AheadCodec, HFCodec, bytes_of_tokens
 from dsbd_cli.models.verdicts import LIMITS, Verdict
@@ -62,47 +43,52 @@ LARGE_BYTES = 64 << 20  # loading smaller weights is too quick to be logged
 _logger = logging.getLogger(__name__)
 
 
-def load_model(spec: ModelSpec, *, anew: bool = False) -> tuple[BaseForestModel, HFCodec]:
-    """Return a loaded and checked model and its codec. Where `invariant` numerics are asked of a target, they are
-    checked.
+def load_model(checkpoint: Checkpoint, *, anew: bool = False) -> Loaded:
+    """Return a loaded and checked model, its codec and a report. Where `invariant` numerics are asked of a target, they
+    are checked.
 
     A line is logged before and after a large model is loaded. anew: make all checks, on all layers, whatever an earlier
-    load has kept. Raises ModelNotFoundError, ModelError, UnsupportedModelError and UsageError.
+    load has kept. Raises ModelError, UnsupportedModelError and UsageError.
     """
-    size, began = stored_bytes(locate(spec)), time.monotonic()
-    if size < LARGE_BYTES:
-        return _with_note(_loaded(spec, anew=anew), spec)
-    _logger.info("loading %s (%s)", spec.source, f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB")
-    loaded = _loaded(spec, anew=anew)
-    _logger.info("loaded %s in %.0f s", spec.source, time.monotonic() - began)
-    return _with_note(loaded, spec)
+    size, began, source = checkpoint.weight_bytes, time.monotonic(), checkpoint.spec.source
+    if size >= LARGE_BYTES:
+        _logger.info("loading %s (%s)", source, f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB")
+    loaded = _load(checkpoint, anew=anew).noting(*_notes_on_adapters(checkpoint))
+    if size >= LARGE_BYTES:
+        _logger.info("loaded %s in %.0f s", source, time.monotonic() - began)
+    return loaded
 
 
-def _with_note(loaded: tuple[BaseForestModel, HFCodec], spec: ModelSpec) -> tuple[BaseForestModel, HFCodec]:
-    """Return the model with notes: where an adapter's tokenizer is used, and where its folder holds an adapter that
-    nobody has named."""
-    place = locate(spec)
-    loaded[0].notes = (*loaded[0].notes, *notes_on_tokenizer(spec))
-    if (place / ADAPTER_CONFIG).is_file() and place.resolve() not in [one.resolve() for one in locate_adapters(spec)]:
+def _notes_on_adapters(checkpoint: Checkpoint) -> list[str]:
+    """Return a line for each adapter whose tokenizer or chat template is used, and one where the model's folder holds
+    an adapter that nobody has named."""
+    spec, path, notes = checkpoint.spec, checkpoint.path, list[str]()
+    hint = ": --set tokenizer=base takes the base's" if spec.role == "target" else ""
+    for adapter in checkpoint.bringing:
+        verb = "is" if len(adapter.brings) == 1 else "are"
+        notes.append(f"{adapter.name} brings a {' and a '.join(adapter.brings)}, which {verb} used{hint}")
+    merged = [adapter.path.resolve() for adapter in checkpoint.adapters]
+    if (path / ADAPTER_CONFIG).is_file() and path.resolve() not in merged:
         base = parts_of(spec.source)[0]
-        note = f"the {spec.role}'s folder holds an adapter, too, which is not merged: {base}+{base} merges it"
-        loaded[0].notes = (*loaded[0].notes, note)
-    return loaded
+        notes.append(f"the {spec.role}'s folder holds an adapter, too, which is not merged: {base}+{base} merges it")
+    return notes
 
 
-def _loaded(spec: ModelSpec, *, anew: bool) -> tuple[BaseForestModel, HFCodec]:
-    place = locate(spec)
-    digest = verdicts.fingerprint(spec, *gguf_parts(place), *locate_adapters(spec))
-    known = None if anew else verdicts.read_verdict(digest)
-    found = _described(spec, place) if known is None or not known.get("plain") else _recalled(known)
-    if isinstance(found, str):
-        return _adapted(spec)
-    loaded = _DecoderLoad(spec, place, found, digest, known, whole=anew).load()
-    if isinstance(loaded, str):
-        model, codec = _adapted(spec)
-        model.notes = (*model.notes, f"the {spec.role} runs through transformers: in our own decoder {loaded}")
-        return model, codec
-    return loaded
+def _load(checkpoint: Checkpoint, *, anew: bool) -> Loaded:
+    digest = verdicts.fingerprint(checkpoint.spec, checkpoint.files)
+    kept = None if anew else verdicts.read_verdict(digest)
+    description = _recalled(kept) if kept is not None and kept.get("plain") else _described(checkpoint)
+    if isinstance(description, str):
+        return _adapted(checkpoint)
+    if kept is not None and kept["decoder"] is not None:
+        made: Loaded | str = str(kept["decoder"])
+    else:
+        made = _DecoderLoad(checkpoint, description, digest, kept, whole=anew).load()
+    if isinstance(made, Loaded):
+        return made
+    return _adapted(checkpoint).noting(
+        f"the {checkpoint.spec.role} runs through transformers: in our own decoder {made}"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,207 +98,205 @@ class _Description:
     Attributes:
         dtype: the dtype that it computes in, None where transformers decides.
         plain: the weights are safetensors files that hold what a forward computes with.
-        config: the config that transformers has read; None where an earlier load has kept these facts.
+        settings: those of the config, without generation settings.
+        recalled: an earlier load has kept these facts, so transformers' config was not read.
         tokenizer: the facts that an earlier load has stored of the tokenizer; None without them.
     """
 
     decoder_spec: DecoderSpec
     dtype: torch.dtype | None
     plain: bool
-    architecture: str
-    eos: Any
-    config: Any = None
+    settings: CheckpointSettings
+    recalled: bool = False
     tokenizer: dict[str, Any] | None = None
 
 
-def _described(spec: ModelSpec, place: Path) -> _Description | str:
+def _described(checkpoint: Checkpoint) -> _Description | str:
     """Read a checkpoint's config with transformers' classes. Return the reason where transformers has to run the
     model."""
-    with quiet():
-        config = load_config(place, spec)
-    decoder_spec = spec_or_reason(spec, config)
+    config, decoder_spec = checkpoint.config, spec_or_reason(checkpoint)
     if isinstance(decoder_spec, str):
         return decoder_spec
-    check_quantize(spec, config)
-    plain = is_plain(place, config) and not locate_adapters(spec)
-    dtype = dtype_of(spec, config, place)
+    check_quantize(checkpoint, config)
+    plain, dtype = checkpoint.plain, dtype_of(checkpoint, config)
     if dtype == "auto":  # where no dtype of ours is named, transformers finds one
         plain = plain and config.dtype in LIMITS
         dtype = config.dtype if plain else None
     if decoder_spec.wide_rotary and dtype != torch.float32:
         return "it keeps its rotary cosines in float32"
-    settings = CheckpointSettings.of(config, {})
-    return _Description(decoder_spec, dtype, plain, settings.architecture, settings.eos, config)
+    return _Description(decoder_spec, dtype, plain, CheckpointSettings.of(config, {}))
 
 
-def _recalled(known: dict[str, Any]) -> _Description:
+def _recalled(kept: dict[str, Any]) -> _Description:
     """Return the description that an earlier load has kept, because transformers' config classes take seconds to
     import."""
-    decoder_spec = DecoderSpec.from_json(known["spec"])
-    dtype = getattr(torch, known["dtype"])
-    return _Description(decoder_spec, dtype, True, known["architecture"], known["eos"], tokenizer=known["tokenizer"])
+    dtype, spec = getattr(torch, kept["dtype"]), DecoderSpec.from_json(kept["spec"])
+    settings = CheckpointSettings(kept["architecture"], kept["eos"], {})
+    return _Description(spec, dtype, True, settings, recalled=True, tokenizer=kept["tokenizer"])
 
 
 class _DecoderLoad:
-    """A checkpoint on its way into our own decoder."""
+    """A checkpoint on its way into our own decoder: weights, model, packing, checks.
+
+    The order of its stages keeps two budgets.
+
+    Memory: a weight is there once, or twice for a short time.
+    - Files are mapped, and each packed product takes the memory that `ahead.touching` has begun to prepare.
+    - Where transformers has to read the files, that memory is given back first (`end_touching`). Packing then frees
+      each plain weight, so the comparison with transformers, which needs them, comes before it.
+    - Where files are read directly, packing comes first, because packed weights do not hold the files' pages. Then
+      transformers' model is loaded for the comparison alone and dropped before the next check.
+    - int8 is made last: its limits are those of the checkpoint's own rounding, so the self-test needs plain weights.
+
+    Imports: transformers takes seconds.
+    - With kept results it is not imported at all: description, tokenizer and verdict come from the cache.
+    - At a first load a second thread imports its modules and makes the tokenizer while this one packs weights. It does
+      nothing else, because transformers sets the dtype of the whole process while it loads a model.
+    - The checks import transformers' modules, too. Their import stands behind the packing, or this thread would wait
+      for the second one.
+    """
 
     def __init__(
         self,
-        spec: ModelSpec,
-        place: Path,
+        checkpoint: Checkpoint,
         description: _Description,
         digest: str,
-        known: dict[str, Any] | None,
+        kept: dict[str, Any] | None,
         *,
         whole: bool,
     ) -> None:
         """whole: all layers are checked for trees and invariance, not a few of each kind."""
-        self._spec, self._place, self._description, self._digest, self._known = spec, place, description, digest, known
-        self._device, self._whole = device_of(spec), whole
-        self._transformers_model: Any = None  # a model that transformers had to make, and its tensors
-        self._state: dict[str, Tensor] = {}
-        self._backends: list[list[str]] = []  # operations and what serves them
-        self._asked_invariant = spec.role == "target" and spec.numerics == "invariant"
+        self._checkpoint, self._description, self._digest, self._kept = checkpoint, description, digest, kept
+        self._device, self._whole = device_of(checkpoint.spec), whole
+        self._asked_invariant = checkpoint.spec.role == "target" and checkpoint.spec.numerics == "invariant"
+        self._network: Any = None  # transformers' model, where it was made for its tensors, until it is compared
+        self._state: dict[str, Tensor] = {}  # these tensors
 
-    def load(self) -> tuple[BaseForestModel, HFCodec] | str:
+    def load(self) -> Loaded | str:
         """Return the model and its codec, or the reason why transformers has to run it."""
-        if self._known is not None and self._known["decoder"] is not None:
-            return str(self._known["decoder"])
-        # A second thread imports modules and makes the tokenizer while this one packs weights. It does nothing else,
-        # because transformers sets the dtype of the whole process while it loads a model.
-        known = self._description.tokenizer is not None
-        silence = contextlib.nullcontext() if known else quiet()  # which imports transformers
+        silence = contextlib.nullcontext() if self._description.tokenizer is not None else quiet()
         with silence, ThreadPoolExecutor(1) as executor:
             tokenizer = executor.submit(self._tokenizer)
             table = executor.submit(lambda: bytes_of_tokens(tokenizer.result()))
-            if self._description.config is not None:
-                executor.submit(import_decoder_code, self._description.config)
-            found = self._loaded(tokenizer)
-            if isinstance(found, str):
-                return found
-            return found, HFCodec(
-                tokenizer.result(), eos_ids(found.settings, tokenizer.result(), self._spec), table.result()
-            )
-
-    def _loaded(self, tokenizer: Future[Any]) -> BaseForestModel | str:
-        """Return the model, or the reason why transformers has to run it."""
-        decoder_spec, dtype = self._description.decoder_spec, self._description.dtype
-        if self._description.plain:
-            tensors, generation = tensors_of(self._place, self._spec), read_generation(self._place)
-        else:  # transformers has to make plain weights of pickles, adapters or quantised blocks
-            end_touching()
-            theirs = self._transformers_model = self._stock()
-            self._state = theirs.state_dict()
-            tensors = {name: partial(self._state.__getitem__, name) for name in self._state}
-            generation, dtype = theirs.generation_config.to_dict(), theirs.dtype
-            if not theirs.config.get_text_config(decoder=True).tie_word_embeddings:  # an adapter may bring a head
-                decoder_spec = replace(decoder_spec, tied=False)
-            del theirs
-        assert dtype is not None
-        settings = CheckpointSettings(self._description.architecture, self._description.eos, generation)
-        checkpoint, reason = DecoderCheckpoint(decoder_spec, tensors, dtype, self._device), None
-        head = read_head(self._place) if self._place.is_dir() else None
-        if head is not None and self._spec.role == "target":
-            raise trimmed_target(self._spec)
-        for kernels in self._attempts():
-            try:
-                model = build_decoder(self._spec, checkpoint, settings, head, self._stock, kernels)
-            except (KeyError, ValueError) as error:
-                self._stock()  # transformers raises an error of its own where the files are wrong
-                reason = f"a tensor is not where it should be ({error})"
-                break
-            try:
-                reason = self._verified(model, kernels, tokenizer)
-            except Exception as failed:
-                if not kernels or out_of_memory(failed):  # a shortage may pass, and a verdict stays
-                    raise
-                # the kernel's trial had other widths
-                reason = f"a kernel fails ({type(failed).__name__}: {one_line(failed)})"
-            if reason is None:
-                return model
-        assert reason is not None
-        verdicts.write_verdict(self._digest, {"decoder": reason})
-        return reason
+            if not self._description.recalled:
+                executor.submit(import_decoder_code, self._checkpoint.config)
+            made = self._model(tokenizer)
+            if isinstance(made, str):
+                return made
+            model, report = made
+            ends = self._checkpoint.end_tokens(model.settings, tokenizer.result())
+            return Loaded(model, HFCodec(tokenizer.result(), ends, table.result()), report)
 
     def _tokenizer(self) -> Any:
         """Return the tokenizer that an earlier load has stored, or else transformers' own, which is stored again where
         its file is gone or damaged."""
-        load = partial(_load_quietly, self._place, self._spec)
+        checkpoint = self._checkpoint
         if self._description.tokenizer is None:
-            return load_tokenizer(self._place, self._spec)
-        found = stored(self._description.tokenizer, load)
-        if found is None:
-            store(made := load())
-            return made
-        return found
+            return checkpoint.tokenizer
+        tokenizer = stored(self._description.tokenizer, lambda: checkpoint.tokenizer)
+        if tokenizer is None:
+            store(checkpoint.tokenizer)
+            return checkpoint.tokenizer
+        return tokenizer
 
-    def _keep(self, found: Mapping[str, object], model: BaseForestModel, tokenizer: Any) -> None:
-        """Keep the results of the checks and the checkpoint's description for later loads."""
-        name = str(model.weights_dtype).removeprefix("torch.")
-        what: dict[str, object] = {
-            "spec": asdict(self._description.decoder_spec),
-            "dtype": name,
-            "plain": self._description.plain,
-            "eos": self._description.eos,
-        }
-        what |= {"architecture": self._description.architecture, "tokenizer": store(tokenizer)}
-        what["backends"] = self._backends
-        verdicts.write_verdict(self._digest, {"decoder": None, **found, **what})
+    def _model(self, tokenizer: Future[Any]) -> tuple[DecoderForestModel, LoadReport] | str:
+        """Return the model, or the reason why transformers has to run it."""
+        parts = self._parts()
+        made: tuple[DecoderForestModel, LoadReport] | str = ""
+        for kernels in self._attempts():
+            try:
+                model = build_decoder(parts, self._stock, kernels)
+            except (KeyError, ValueError) as error:
+                self._stock()  # transformers raises an error of its own where the files are wrong
+                made = f"a tensor is not where it should be ({error})"
+                break
+            try:
+                made = self._verified(model, kernels, tokenizer)
+            except Exception as failed:
+                if not kernels or out_of_memory(failed):  # a shortage may pass, and a verdict stays
+                    raise
+                # the kernel's trial had other widths
+                made = f"a kernel fails ({type(failed).__name__}: {one_line(failed)})"
+            if not isinstance(made, str):
+                return made
+        verdicts.write_verdict(self._digest, {"decoder": made})
+        return made
+
+    def _parts(self) -> DecoderParts:
+        """Return all that the decoder is made of."""
+        checkpoint, of = self._checkpoint, self._description
+        if of.plain:
+            assert of.dtype is not None
+            spec, dtype, tensors, generation = of.decoder_spec, of.dtype, checkpoint.tensors, checkpoint.generation
+        else:  # transformers has to make plain weights of pickles, adapters or quantised blocks
+            end_touching()
+            network = self._network = self._stock()
+            self._state = network.state_dict()
+            tensors = {name: partial(self._state.__getitem__, name) for name in self._state}
+            spec, dtype, generation = of.decoder_spec, network.dtype, network.generation_config.to_dict()
+            if not network.config.get_text_config(decoder=True).tie_word_embeddings:  # an adapter may bring a head
+                spec = replace(spec, tied=False)
+        head = read_head(checkpoint.path) if checkpoint.path.is_dir() else None
+        if head is not None and checkpoint.spec.role == "target":
+            raise trimmed_target(checkpoint.spec)
+        settings = replace(of.settings, generation=generation)
+        return DecoderParts(checkpoint.spec.source, spec, tensors, dtype, self._device, settings, head)
 
     def _stock(self) -> Any:
         """Return transformers' model of the checkpoint."""
-        return load_network(replace(self._spec, quantize=None))
+        return load_network(self._checkpoint.like(quantize=None), self._checkpoint.config)
 
     def _attempts(self) -> list[frozenset[str]]:
         """Return the sets of GPU kernels to try, the best one first: the set that served an earlier load, where one is
         known. On other devices return one empty set."""
-        if self._known is not None:
-            return [frozenset(self._known["kernels"])]
-        may = None if self._spec.kernels else False
+        if self._kept is not None:
+            return [frozenset(self._kept["kernels"])]
+        may = None if self._checkpoint.spec.kernels else False
         allowed = frozenset(ops_for(self._device, torch.float32, GPU_LAYERS, kernels=may).by("triton"))
         without = allowed - {"linear"}
         best = [allowed] if self._asked_invariant else []
         return [*dict.fromkeys((*best, without, frozenset[str]()))]
 
-    def _verified(self, model: Any, kernels: frozenset[str], tokenizer: Future[Any]) -> str | None:
-        """Pack a model's weights and check it, or apply what an earlier load has kept. Return why it cannot serve;
-        None: it can."""
+    def _verified(
+        self, model: DecoderForestModel, kernels: frozenset[str], tokenizer: Future[Any]
+    ) -> tuple[DecoderForestModel, LoadReport] | str:
+        """Pack a model's weights and check it, or apply what an earlier load has kept. Return why it cannot serve where
+        it cannot."""
         backends = [[op, backend] for op, backend, _ in model.ops.facts]
-        if self._known is not None and self._known["backends"] != backends:
-            self._known = None  # kernels that served the checks cannot be loaded now, or the other way round
-        self._backends = backends
+        if self._kept is not None and self._kept["backends"] != backends:
+            self._kept = None  # kernels that served the checks cannot be loaded now, or the other way round
         if "linear" in kernels:
             model.attention = _attention(model, exact=True)
         try:
-            if self._known is None:
-                found = self._checked(model, kernels, tokenizer)
-                if isinstance(found, str):
-                    return found
+            if self._kept is not None:
+                pack(model, self._checkpoint.spec, self._kept.get("outliers"))
+                tested, verdict = self._kept["tested"], Verdict(self._kept["varies"], self._kept["copies"])
             else:
-                pack(model, self._spec, self._known.get("outliers"))
-                model.tested = SelfTestReport(*self._known["tested"])
-                found = Verdict(self._known["varies"], self._known["copies"])
+                results = self._checked(model, kernels)
+                if isinstance(results, str):
+                    return results
+                self._keep({**results, "backends": backends, "kernels": sorted(kernels)}, model, tokenizer.result())
+                tested, verdict = results["tested"], Verdict(results["varies"], results["copies"])
         except UnsupportedModelError as error:
             return str(error)
-        if self._asked_invariant and found.varies is not None and self._device.type == "cuda" and kernels:
-            _try_split_attention(model)
-        model.trust(found.varies, found.copies)
-        return None
+        notes = list[str]()
+        if self._asked_invariant and verdict.varies is not None and self._device.type == "cuda" and kernels:
+            notes += _try_split_attention(model)
+        notes += model.trust(verdict.varies, verdict.copies)
+        return model, LoadReport(SelfTestReport(*tested), tuple(notes))
 
-    def _checked(self, model: Any, kernels: frozenset[str], tokenizer: Future[Any]) -> Verdict | str:
-        """Pack a model's weights, check it and keep the results. Return the verdict, or the reason why the model cannot
-        serve."""
-        tested = outliers = None
-        quantized = self._spec.quantize is not None
-        packed = self._transformers_model is None and not quantized
-        if packed:
-            pack(model, self._spec, None)
+    def _checked(self, model: DecoderForestModel, kernels: frozenset[str]) -> dict[str, Any] | str:
+        """Pack a model's weights and check it. Return the results, or the reason why the model cannot serve."""
+        spec, tested, outliers = self._checkpoint.spec, None, None
+        packed_first = self._network is None and spec.quantize is None
+        if packed_first:
+            pack(model, spec, None)
         # imported behind the packing: meanwhile the second thread imports the modules of transformers that it needs
         from dsbd_cli.models.checks.selftest import self_test
 
-        if quantized:  # before it is int8, because the limits are those of the checkpoint's own rounding
+        if spec.quantize is not None:  # whose limits are those of the checkpoint's own rounding
             tested = self_test(self._checked_layers(model))
-        theirs, self._transformers_model = self._transformers_model or self._stock(), None
+        theirs, self._network = self._network or self._stock(), None
         with unsupported(model.architecture):  # settings with which neither of the two can run
             reason = differs(model, theirs)
         del theirs
@@ -320,16 +304,27 @@ class _DecoderLoad:
             self._state.clear()
         if reason is not None:
             return reason
-        if not packed:
-            outliers = pack(model, self._spec, None)
-        model.tested = tested = tested or self_test(self._checked_layers(model))
-        found = _verdict(self._checked_layers(model)) if self._asked_invariant else Verdict(verdicts.UNASKED)
-        if found.varies is not None and "linear" in kernels:
-            return found.varies
-        report = [tested.median_error, tested.largest_error, tested.limit]
-        made = {"varies": found.varies, "copies": found.copies, "outliers": outliers, "tested": report}
-        self._keep({**made, "kernels": sorted(kernels)}, model, tokenizer.result())
-        return found
+        if not packed_first:
+            outliers = pack(model, spec, None)
+        tested = tested or self_test(self._checked_layers(model))
+        verdict = _verdict(self._checked_layers(model)) if self._asked_invariant else Verdict(verdicts.UNASKED)
+        if verdict.varies is not None and "linear" in kernels:
+            return verdict.varies
+        errors = [tested.median_error, tested.largest_error, tested.limit]
+        return {"varies": verdict.varies, "copies": verdict.copies, "outliers": outliers, "tested": errors}
+
+    def _keep(self, results: dict[str, Any], model: DecoderForestModel, tokenizer: Any) -> None:
+        """Keep the results of the checks and the checkpoint's description for later loads."""
+        of = self._description
+        description: dict[str, Any] = {
+            "spec": asdict(of.decoder_spec),
+            "dtype": str(model.weights_dtype).removeprefix("torch."),
+            "plain": of.plain,
+            "eos": of.settings.eos,
+            "architecture": of.settings.architecture,
+            "tokenizer": store(tokenizer),
+        }
+        verdicts.write_verdict(self._digest, {"decoder": None, **results, **description})
 
     def _checked_layers(self, model: DecoderForestModel) -> DecoderForestModel:
         """Return a model of the layers that are checked for trees and invariance: on a CPU a few of each kind, unless
@@ -338,11 +333,6 @@ class _DecoderLoad:
         The others are the same operations on the same shapes. The comparison with transformers runs all layers.
         """
         return model if self._whole or self._device.type != "cpu" else model.shallow(LAYERS_CHECKED)
-
-
-def _load_quietly(place: Path, spec: ModelSpec) -> Any:
-    with quiet():
-        return load_tokenizer(place, spec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,41 +344,37 @@ class UnloadedModel:
     token_rules: TokenRules
 
 
-def read_small_files(spec: ModelSpec) -> tuple[UnloadedModel, AheadCodec]:
+def read_small_files(checkpoint: Checkpoint) -> tuple[UnloadedModel, AheadCodec]:
     """Return the facts of a decoder-only model and its codec; no weights are loaded, and nothing is fetched.
 
-    Raises ModelNotFoundError, ModelError, and UnsupportedModelError for a model with an encoder.
+    Raises ModelError, and UnsupportedModelError for a model with an encoder.
     """
-    place = local_folder(spec)
-    generation = read_generation(place) if place.is_dir() else {}
-    known = verdicts.read_verdict(verdicts.fingerprint(spec, place, *locate_adapters(spec)))
-    if known is not None and known.get("plain"):
-        found = _recalled(known)
-        if (tokenizer := stored(known["tokenizer"], partial(_load_quietly, place, spec))) is not None:
-            settings = CheckpointSettings(found.architecture, found.eos, generation)
-            decoder = found.decoder_spec
+    generation = checkpoint.generation
+    kept = verdicts.read_verdict(verdicts.fingerprint(checkpoint.spec, checkpoint.files))
+    if kept is not None and kept.get("plain"):
+        description = _recalled(kept)
+        if (tokenizer := stored(kept["tokenizer"], lambda: checkpoint.tokenizer)) is not None:
+            settings, decoder = replace(description.settings, generation=generation), description.decoder_spec
             facts = UnloadedModel(decoder.vocabulary, decoder.positions, checkpoint_rules(settings))
-            return facts, AheadCodec(tokenizer, eos_ids(settings, tokenizer, spec))
-    with quiet():
-        config = load_config(place, spec)
-        tokenizer = load_tokenizer(place, spec)
+            return facts, AheadCodec(tokenizer, checkpoint.end_tokens(settings, tokenizer))
+    config, tokenizer = checkpoint.config, checkpoint.tokenizer
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(
-            f"{spec.role} model {spec.source!r} has an encoder, whose input is not made without the model: only a "
-            "decoder-only target takes --dry-run"
+            f"{checkpoint.name} has an encoder, whose input is not made without the model: only a decoder-only target "
+            "takes --dry-run"
         )
     text = config.get_text_config(decoder=True)
     settings = CheckpointSettings.of(config, generation)
     facts = UnloadedModel(text.vocab_size, positions_of(text), checkpoint_rules(settings))
-    return facts, AheadCodec(tokenizer, eos_ids(settings, tokenizer, spec))
+    return facts, AheadCodec(tokenizer, checkpoint.end_tokens(settings, tokenizer))
 
 
-def _adapted(spec: ModelSpec) -> tuple[BaseForestModel, HFCodec]:
+def _adapted(checkpoint: Checkpoint) -> Loaded:
     """Return a model that transformers runs, which takes other memory for its weights."""
     end_touching()
     from dsbd_cli.models.load_adapted import load_adapted
 
-    return load_adapted(spec)
+    return load_adapted(checkpoint)
 
 
 def _verdict(model: DecoderForestModel) -> Verdict:
@@ -411,18 +397,20 @@ def _attention(model: BaseForestModel, *, exact: bool) -> Callable[..., Tensor |
     return None if attention is None else partial(attention, exact=exact)
 
 
-def _try_split_attention(model: BaseForestModel) -> None:
-    """Let the attention kernel serve long prompts, unless it moves the logits of a text by more than rounding does."""
+def _try_split_attention(model: BaseForestModel) -> tuple[str, ...]:
+    """Let the attention kernel serve long prompts, unless it moves the logits of a text by more than rounding does.
+    Return a line for the user where it does."""
     from dsbd_cli.models.checks.invariance import shift_by_splitting
 
     model.attention = _attention(model, exact=False)
     if model.attention is None:
-        return
+        return ()
     try:
         error = shift_by_splitting(model)
         fault = None if error <= LIMITS[model.weights_dtype] else f"its logits are off by {error:.1g} of their spread"
     except Exception as failed:
         fault = f"the kernel fails ({type(failed).__name__}: {one_line(failed)})"
-    if fault is not None:
-        model.attention = None
-        model.notes = (*model.notes, f"torch's attention serves long prompts, too: with the kernel {fault}")
+    if fault is None:
+        return ()
+    model.attention = None
+    return (f"torch's attention serves long prompts, too: with the kernel {fault}",)

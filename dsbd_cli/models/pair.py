@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.engine.drafting.bridge.bridged import AnyDraft, BridgedDraft
 from dsbd_cli.errors import PairError
+from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
 from dsbd_cli.models.checkpoints.generation import settings_notes
 from dsbd_cli.models.checkpoints.vocabulary import check_pair, markers
 from dsbd_cli.models.decoder.own_rows import OWN_IDS
@@ -39,30 +39,30 @@ class LoadedPair:
     draft_form: str | None = None
 
 
-def load_pair(target: ModelSpec, draft: ModelSpec | None, *, bridged: bool = False, anew: bool = False) -> LoadedPair:
+def load_pair(target: Checkpoint, draft: Checkpoint | None, *, bridged: bool = False, anew: bool = False) -> LoadedPair:
     """Load and self-test a target and, unless None, its draft, whose logits are made as wide as the target's.
 
     bridged: the two need not share a vocabulary, because drafts come through text; the draft's logits stay as they are.
     anew: make all checks, whatever an earlier load has found.
     Raises the ModelError family and UsageError of loader, selftest and check_pair.
     """
-    model, codec = load_model(target, anew=anew)
-    notes = (*settings_notes(model.settings), *model.notes)
+    loaded = load_model(target, anew=anew)
+    model, codec, dtype = loaded.model, loaded.codec, _dtype_name(target, loaded.model)
+    notes = (*settings_notes(model.settings), *loaded.report.notes)
     if draft is None:
-        return LoadedPair(model, None, codec, _dtype_name(model), None, notes=notes)
+        return LoadedPair(model, None, codec, dtype, None, notes=notes)
     if names_head(draft):
         if bridged:
             raise PairError("--drafter bridge drafts through text, which a draft head does not write: drop one of them")
-        head = load_head(draft, target, model)
-        return LoadedPair(model, head, codec, _dtype_name(model), _dtype_name(head), notes=notes, draft_form=head.form)
-    small, small_codec = load_model(draft, anew=anew)
-    notes = (*notes, *(f"draft: {line}" for line in small.notes))
-    dtypes = _dtype_name(model), _dtype_name(small)
+        head = load_head(target, draft, model)
+        return LoadedPair(model, head, codec, dtype, _dtype_name(draft, head), notes=notes, draft_form=head.form)
+    loaded = load_model(draft, anew=anew)
+    small, small_codec, dtypes = loaded.model, loaded.codec, (dtype, _dtype_name(draft, loaded.model))
+    notes = (*notes, *(f"draft: {line}" for line in loaded.report.notes))
     _check_kinds(model, small, bridged=bridged)
     if bridged:
-        return LoadedPair(
-            model, BridgedDraft(small, small_codec, codec, markers(codec, small_codec)), codec, *dtypes, notes=notes
-        )
+        bridge = BridgedDraft(small, small_codec, codec, markers(codec, small_codec))
+        return LoadedPair(model, bridge, codec, *dtypes, notes=notes)
     differences = check_pair(codec, small_codec, model.vocab_size, small.vocab_size)
     small.fit_width(model.vocab_size)
     if model.has_encoder and small.has_encoder:
@@ -99,6 +99,6 @@ def _check_kinds(target: BaseForestModel, draft: BaseForestModel, *, bridged: bo
         raise PairError("--drafter bridge takes decoder-only models: choose a draft with the target's vocabulary")
 
 
-def _dtype_name(model: BaseForestModel) -> str:
-    name = str(model.weights_dtype).removeprefix("torch.")
-    return name if model.quantized is None else f"{model.quantized}+{name}"
+def _dtype_name(checkpoint: Checkpoint, model: BaseForestModel) -> str:
+    name, quantized = str(model.weights_dtype).removeprefix("torch."), checkpoint.spec.quantize
+    return name if quantized is None else f"{quantized}+{name}"

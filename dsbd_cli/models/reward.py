@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import torch
 
@@ -12,9 +11,8 @@ from dsbd_cli.config.checking import refuse
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import InvalidRowError, NumericalError, UnsupportedModelError
 from dsbd_cli.models.chat import ChatTemplate, check_template
-from dsbd_cli.models.checkpoints.hub import locate
-from dsbd_cli.models.checkpoints.loader import load_config, load_network, load_tokenizer, quiet
-from dsbd_cli.models.checkpoints.placement import device_of
+from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
+from dsbd_cli.models.checkpoints.loader import device_of, load_network
 
 Asked = str | Sequence[Mapping[str, object]]
 
@@ -32,18 +30,18 @@ class RewardModel:
         classifier with one output."""
         from transformers import AutoModelForSequenceClassification
 
-        with quiet():
-            folder = locate(spec)
-            config = load_config(folder, spec)
-            names = [str(name) for name in getattr(config, "architectures", None) or ()]
-            if config.num_labels != 1 or not any("Classification" in name or "Reward" in name for name in names):
-                raise UnsupportedModelError(
-                    f"{spec.source!r} is no reward model: it is {', '.join(names) or config.model_type} with "
-                    f"{config.num_labels} outputs, but must be a sequence classifier with one"
-                )
-            spec = replace(spec, dtype="float32") if device_of(spec).type == "cpu" else spec
-            self._model = load_network(spec, config, AutoModelForSequenceClassification)
-            self._tokenizer = load_tokenizer(folder, spec)
+        checkpoint = Checkpoint.open(spec)
+        config = checkpoint.config
+        names = [str(name) for name in getattr(config, "architectures", None) or ()]
+        if config.num_labels != 1 or not any("Classification" in name or "Reward" in name for name in names):
+            raise UnsupportedModelError(
+                f"{spec.source!r} is no reward model: it is {', '.join(names) or config.model_type} with "
+                f"{config.num_labels} outputs, but must be a sequence classifier with one"
+            )
+        if device_of(spec).type == "cpu":
+            checkpoint = checkpoint.like(dtype="float32")
+        self._model = load_network(checkpoint, config, AutoModelForSequenceClassification)
+        self._tokenizer = checkpoint.tokenizer
         if template is not None:
             check_template(template)
         self._template = ChatTemplate(self._tokenizer, template, template_kwargs)

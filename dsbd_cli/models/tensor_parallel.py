@@ -34,8 +34,8 @@ from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.errors import ModelError, UnsupportedModelError, UsageError
 from dsbd_cli.models.adapted.causal import CausalForestModel
 from dsbd_cli.models.cache import ForestCache
-from dsbd_cli.models.checkpoints.hub import locate
-from dsbd_cli.models.checkpoints.loader import load, load_config
+from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
+from dsbd_cli.models.checkpoints.loader import load
 from dsbd_cli.models.recurrent.states import StateCache
 
 TIMEOUT = timedelta(hours=2)  # of a collective: weights load at different speeds
@@ -52,8 +52,9 @@ class RankPlace:
     folder: str
 
 
-def check_ranks(spec: ModelSpec) -> None:
-    """Raise UsageError or UnsupportedModelError for a model that cannot be split into `spec.tensor_parallel` parts."""
+def check_ranks(checkpoint: Checkpoint) -> None:
+    """Raise UsageError or UnsupportedModelError for a model that cannot be split into `tensor_parallel` parts."""
+    spec, name = checkpoint.spec, checkpoint.name
     count = spec.tensor_parallel
     if spec.device_map is not None or spec.device not in ("auto", "cpu", "cuda"):
         place = spec.device_map or spec.device
@@ -69,9 +70,7 @@ def check_ranks(spec: ModelSpec) -> None:
             field="tensor_parallel",
             value=count,
         )
-    config: Any = load_config(locate(spec), spec)
-    text = config.get_text_config(decoder=True)
-    name = f"{spec.role} model {spec.source!r}"
+    text = checkpoint.config.get_text_config(decoder=True)
     if not getattr(text, "base_model_tp_plan", None):
         raise UnsupportedModelError(f"{name} is a {text.model_type}, which transformers has no plan to split")
     heads = text.num_attention_heads
@@ -265,15 +264,16 @@ class ShardedForestModel(CausalForestModel):
             raise self._ranks.error(f"failed in a forward ({type(error).__name__})") from error
 
 
-def load_slice(spec: ModelSpec) -> tuple[Any, Any]:
+def load_slice(checkpoint: Checkpoint) -> tuple[Any, Any]:
     """Load this rank's slice of a model, and the tokenizer. All ranks call it at once."""
     from transformers.distributed.configuration_utils import DistributedConfig
 
     # embeddings in slices would look up tokens by a boolean mask, which reads the host in every forward
     plan = {"model.embed_tokens": "replicate"}
-    if load_config(locate(spec), spec).get_text_config(decoder=True).tie_word_embeddings:
+    if checkpoint.config.get_text_config(decoder=True).tie_word_embeddings:
         plan["lm_head"] = "replicate"  # it is the same matrix
-    return load(spec, distributed_config=DistributedConfig(tp_size=spec.tensor_parallel, tp_plan=plan))
+    parts = checkpoint.spec.tensor_parallel
+    return load(checkpoint, distributed_config=DistributedConfig(tp_size=parts, tp_plan=plan))
 
 
 def join(place: RankPlace) -> None:
@@ -359,5 +359,5 @@ def main() -> NoReturn:
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     join(place)
-    model, _ = load_slice(place.spec)
+    model, _ = load_slice(Checkpoint.open(place.spec))
     serve(CausalForestModel(model, place.spec.source))

@@ -7,7 +7,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -32,10 +32,8 @@ LIBRARIES = ("ONEDNN_", "DNNL_", "MKL_", "OMP_", "KMP_", "ATEN_", "NUMBA_", "OPE
 UNASKED = "nobody asked for the work that it takes"
 
 
-def fingerprint(spec: ModelSpec, *places: Path) -> str:
-    """Return a digest of everything that the checks of a checkpoint depend on. places: folders or files of the
-    checkpoint and of its adapters."""
-    files = [file for place in places for file in ([place] if place.is_file() else sorted(place.iterdir()))]
+def fingerprint(spec: ModelSpec, files: Iterable[Path]) -> str:
+    """Return a digest of everything that the checks of a checkpoint depend on. files: of the checkpoint."""
     facts = {
         "files": [
             (str(path.resolve()), (stat := path.stat()).st_size, stat.st_mtime_ns) for path in files if path.is_file()

@@ -79,7 +79,7 @@ class WorkerSetup:
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """Facts about a loaded worker and its place. checkpoints: digests of the models' files, see `checkpoint_digest`.
+    """Facts about a loaded worker and its place. checkpoints: digests of the models' files, see `Checkpoint.digests`.
     allowed: description of what its catalogues hold."""
 
     dsbd: str
@@ -236,11 +236,11 @@ class Worker:
             self._outbox.put(None)
 
     def _described(self, engine: RunsRequests) -> WorkerInfo:
-        from dsbd_cli.models.checkpoints.digest import checkpoint_digest
+        from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
 
         return WorkerInfo(
             dsbd=__version__,
-            checkpoints=tuple(tuple(checkpoint_digest(model).values()) for model in self._setup.models),
+            checkpoints=tuple(tuple(Checkpoint.open(model).digests.values()) for model in self._setup.models),
             exactness=engine.exactness,
             allowed=engine.allowed,
             host=socket.gethostname(),

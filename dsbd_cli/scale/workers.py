@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from dsbd_cli.config.variant import Exactness
 from dsbd_cli.errors import DsbdError, NoWorkersError, RowError, UsageError, WorkerLostError, plural, shorten
-from dsbd_cli.models.checkpoints.hub import locate
+from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
 from dsbd_cli.requests import MOST_FAILED, EngineInfo, NumberedRequests, Request, RequestResult
 from dsbd_cli.scale.cluster import Cluster
 from dsbd_cli.scale.window import MAX_DEATHS, Window
@@ -126,7 +126,7 @@ class RayEngine:
         """
         if self._config.address is None:  # with a Ray of other machines, this one may be without the models
             for model in self._setup.models:
-                locate(model)
+                Checkpoint.open(model)
         try:
             nodes = self._cluster.start(self._cpus_of_ray)
         except DsbdError as error:

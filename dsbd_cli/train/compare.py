@@ -9,6 +9,7 @@ from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.errors import DsbdError
+from dsbd_cli.models.checkpoints.checkpoint import Checkpoint, open_pair
 from dsbd_cli.models.checkpoints.vocabulary import check_pair
 from dsbd_cli.models.forest_model import BaseForestModel
 from dsbd_cli.models.heads.load import load_head, names_head
@@ -55,25 +56,27 @@ def worse(before: Sums, after: Sums) -> str | None:
 def with_draft(engine: Engine, spec: ModelSpec, target: ModelSpec, method: MethodConfig | None = None) -> Engine:
     """Return a second engine with the same target and another draft, and another method if one is given. The two must
     not run at once, because they share the target. target: how the engine's target was loaded."""
-    draft = _head(engine, spec, target) if names_head(spec) else _model(engine, spec)
+    source, checkpoint = open_pair(target, spec)
+    assert checkpoint is not None
+    draft = _head(engine, source, checkpoint) if names_head(checkpoint) else _model(engine, checkpoint)
     info = None if engine.info is None else replace(engine.info, draft=spec.source)
     method = method or engine.method
     return engine.replace(draft=draft, method=method, batch_size=engine.batch_size, info=info)
 
 
-def _model(engine: Engine, spec: ModelSpec) -> BaseForestModel:
-    draft, codec = load_model(spec)
+def _model(engine: Engine, checkpoint: Checkpoint) -> BaseForestModel:
+    loaded = load_model(checkpoint)
     if isinstance(engine.codec, HFCodec):
-        check_pair(engine.codec, codec, engine.target.vocab_size, draft.vocab_size)
-    draft.fit_width(engine.target.vocab_size)
-    return draft
+        check_pair(engine.codec, loaded.codec, engine.target.vocab_size, loaded.model.vocab_size)
+    loaded.model.fit_width(engine.target.vocab_size)
+    return loaded.model
 
 
-def _head(engine: Engine, spec: ModelSpec, target: ModelSpec) -> BaseForestModel:
+def _head(engine: Engine, target: Checkpoint, checkpoint: Checkpoint) -> BaseForestModel:
     """Load a head from a folder. It takes the place of the head that read the target's states before."""
     assert isinstance(engine.target, BaseForestModel)
     engine.target.tap(None)
-    return load_head(spec, target, engine.target)
+    return load_head(target, checkpoint, engine.target)
 
 
 def measure(engines: Sequence[Engine], requests: Sequence[Request]) -> list[Sums]:

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from dsbd_cli._version import __version__
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import ModelError, UnsupportedModelError, UsageError, one_line
-from dsbd_cli.models.checkpoints.hub import locate, locate_adapters
-from dsbd_cli.models.checkpoints.loader import is_plain, load_config, load_network
-from dsbd_cli.models.decoder.load import spec_or_reason, tensors_of
+from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
+from dsbd_cli.models.checkpoints.loader import load_network
+from dsbd_cli.models.decoder.load import spec_or_reason
 from dsbd_cli.models.decoder.spec import DecoderSpec
 from dsbd_cli.models.decoder.weights import WeightReader
 from dsbd_cli.models.heads.formats import LAYER_IDS, SPECULATORS, VERSION, layer_spec
@@ -279,7 +279,8 @@ def head_vocabulary(spec: ModelSpec, wanted: int | None) -> int:
 
     Raises UsageError for too few, UnsupportedModelError and ModelError for a target that no head is made of.
     """
-    config = load_config(locate(spec), spec)
+    target = Checkpoint.open(spec)
+    config = target.config
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(
             f"target model {spec.source!r} has an encoder: drafts are made of decoder-only targets alone"
@@ -289,7 +290,7 @@ def head_vocabulary(spec: ModelSpec, wanted: int | None) -> int:
             f"target model {spec.source!r} is quantized, and quantized layers cannot be trained: "
             "distil from the original; its draft serves both"
         )
-    decoder = spec_or_reason(spec, config)
+    decoder = spec_or_reason(target)
     if isinstance(decoder, str):
         raise UnsupportedModelError(
             f"a head begins as a layer of a standard decoder, but {decoder}: "
@@ -354,14 +355,13 @@ def tapped_layers(layers: int) -> tuple[int, ...]:
 
 def _target(spec: ModelSpec) -> tuple[WeightReader, Any]:
     """Return a reader of the target's tensors, however they are stored, and the target's config. Raises ModelError."""
-    path = locate(spec)
-    config = load_config(path, spec)
-    spec_or_text = spec_or_reason(spec, config)
+    target = Checkpoint.open(spec)
+    config, spec_or_text = target.config, spec_or_reason(target)
     if isinstance(spec_or_text, str):
         raise ModelError(f"target model {spec.source!r} is no standard decoder: {spec_or_text}")
-    if is_plain(path, config) and not locate_adapters(spec):
-        return WeightReader(spec_or_text, tensors_of(path, spec), torch.float32), config
-    model = load_network(replace(spec, device="cpu", device_map=None))
+    if target.plain:
+        return WeightReader(spec_or_text, target.tensors, torch.float32), config
+    model = load_network(target.like(device="cpu", device_map=None))
     state = model.state_dict()
     if not model.config.get_text_config(decoder=True).tie_word_embeddings:  # an adapter may bring a head
         spec_or_text = replace(spec_or_text, tied=False)

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import ModelError, OutputError, one_line, writing
-from dsbd_cli.models.checkpoints.hub import locate
-from dsbd_cli.models.checkpoints.loader import load_config
+from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
 from dsbd_cli.train.head import HeadStudent
 from dsbd_cli.train.trim import stored_dtype
 
@@ -49,7 +48,7 @@ def publish_head(head: HeadStudent, spec: ModelSpec, folder: Path) -> None:
     """Write the trained head into `folder`, next to what it holds, in the dtype of the target of `spec`. The config
     comes last, because without it the folder is no checkpoint. Raises OutputError."""
     whole = folder / ".draft"
-    text = load_config(locate(spec), spec).get_text_config(decoder=True)
+    text = Checkpoint.open(spec).config.get_text_config(decoder=True)
     save_head(head, whole, stored_dtype(text))
     with writing(folder):
         for path in sorted(whole.iterdir(), key=lambda path: path.name == "config.json"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,10 @@ from safetensors import SafetensorError
 
 from dsbd_cli.config.model import DTYPES, ModelSpec
 from dsbd_cli.errors import ModelError, OutputError, UsageError, writing
+from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
+from dsbd_cli.models.checkpoints.generation import eos_ids
 from dsbd_cli.models.checkpoints.head import HEAD_FILE, TrimmedHead, head_keys, output_head, write_head
-from dsbd_cli.models.checkpoints.hub import locate
-from dsbd_cli.models.checkpoints.loader import eos_ids, is_gguf, load, load_config, load_tokenizer
+from dsbd_cli.models.checkpoints.loader import load
 from dsbd_cli.models.heads.load import names_head
 
 # not copied to the folder of the trimmed draft
@@ -46,7 +47,7 @@ class TrimReport:
 
 def count_texts(spec: ModelSpec, texts: Iterable[str]) -> Counter[int]:
     """Count how often each token of the draft's vocabulary occurs in the texts."""
-    tokenizer = load_tokenizer(locate(spec), spec)
+    tokenizer = Checkpoint.open(spec).tokenizer
     counts: Counter[int] = Counter()
     batch: list[str] = []
     for text in texts:
@@ -107,8 +108,8 @@ def _check_size(size: int, special: int, vocab_size: int) -> None:
         raise UsageError(f"--size is {size}, but {special} special and end tokens are always kept: give more")
 
 
-def check(spec: ModelSpec, output: Path, *, size: int | None, coverage: float | None) -> tuple[Path, Any]:
-    """Return folder and config of a draft that can be trimmed. Raises UsageError or ModelError for all that can be
+def check(spec: ModelSpec, output: Path, *, size: int | None, coverage: float | None) -> Checkpoint:
+    """Return the checkpoint of a draft that can be trimmed. Raises UsageError or ModelError for all that can be
     refused before anything is counted."""
     if size is None and coverage is None:
         raise UsageError("--size or --coverage is missing: say how many rows to keep, or which share they shall cover")
@@ -122,23 +123,22 @@ def check(spec: ModelSpec, output: Path, *, size: int | None, coverage: float | 
         raise UsageError(f"--output {output} exists: name a new folder")
     if not output.parent.is_dir():
         raise UsageError(f"--output {output}: the folder {output.parent} does not exist")
-    if names_head(spec):
+    draft = None if spec.in_target else Checkpoint.open(spec)
+    if draft is None or names_head(draft):
         raise UsageError(
             f"--draft {spec.source} is a draft head, whose tokens are chosen when it is made: give a draft model"
         )
-    folder = locate(spec)
-    if is_gguf(folder):
+    if draft.is_gguf:
         raise ModelError(f"draft model {spec.source!r} is GGUF, whose head cannot be taken apart: use the original")
-    if (folder / HEAD_FILE).is_file():
+    if (draft.path / HEAD_FILE).is_file():
         raise UsageError(f"{spec.source} is trimmed already: give the draft that it was made from")
-    config = load_config(folder, spec)
     if size is not None:
-        _check_size(size, 0, config.get_text_config(decoder=True).vocab_size)
-    if getattr(config, "quantization_config", None) is not None:
+        _check_size(size, 0, draft.config.get_text_config(decoder=True).vocab_size)
+    if getattr(draft.config, "quantization_config", None) is not None:
         raise ModelError(
             f"draft model {spec.source!r} is quantized, so its head cannot be taken apart: use the original"
         )
-    return folder, config
+    return draft
 
 
 def trim(
@@ -155,15 +155,15 @@ def trim(
     end_tokens: the target's, always kept, as are all special tokens and the draft's own end tokens. Raises UsageError,
     OutputError, and the ModelError family of the loader.
     """
-    folder, config = check(spec, output, size=size, coverage=coverage)
-    model, tokenizer = load(replace(spec, dtype=stored_dtype(config), device="cpu"))
+    draft = check(spec, output, size=size, coverage=coverage)
+    model, tokenizer = load(draft.like(dtype=stored_dtype(draft.config), device="cpu"))
     head = output_head(model)
     always = _special(tokenizer) | set(eos_ids(model, tokenizer)) | set(end_tokens)
     ids = choose_ids(counts, always, head.out_features, size=size, coverage=coverage)
     index = torch.tensor(ids)
     bias = None if head.bias is None else head.bias.data[index]
     small = TrimmedHead(index, head.weight.data[index], bias, head.out_features)
-    _write(model, small, folder, output)
+    _write(model, small, draft.path, output)
     total = sum(counts.values())
     row = head.in_features * head.weight.element_size()
     return TrimReport(

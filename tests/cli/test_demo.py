@@ -80,7 +80,7 @@ def test_beams_that_differ_are_shown_and_end_with_an_error_code(
 ) -> None:
     monkeypatch.setattr("dsbd_cli.lab.bench.beside.BesideTransformers", _Fake)
     monkeypatch.setattr(_Fake, "beams", beams)
-    monkeypatch.setattr(demo, "locate", lambda spec: None)
+    monkeypatch.setattr(demo.Checkpoint, "open", lambda spec: None)
     assert run(["demo", "--target", "my model", "--prompt", "a\nb\x07"]) == code
     lines = capsys.readouterr().out.splitlines()
     assert lines[1:4] == ["  a", "  b\\x07", "  to T as a chat, no draft, float32"]
@@ -119,7 +119,7 @@ def test_a_signal_while_a_model_is_fetched_ends_the_demo_as_later_ones_do(monkey
         handlers.append(signal.getsignal(signal.SIGTERM))
         raise ModelNotFoundError("stop here")
 
-    monkeypatch.setattr(demo, "locate", locate)
+    monkeypatch.setattr(demo.Checkpoint, "open", locate)
     assert run(["demo"]) == 1
     assert handlers
     assert signal.SIG_DFL not in handlers

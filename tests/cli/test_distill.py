@@ -20,7 +20,9 @@ from dsbd_cli.cli.commands import distill as command
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.io.lines.lock import open_locked
 from dsbd_cli.models.decoder import pack
+from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
 from dsbd_cli.models.forest_model import BaseForestModel
+from dsbd_cli.ops.cpu.int8 import Int8Product
 from dsbd_cli.train import run_report, target_answers
 from dsbd_cli.train.distributions import Teacher
 from dsbd_cli.train.run_record import DraftAcceptance, Measurement, Speed
@@ -134,17 +136,18 @@ def test_a_head_of_an_int8_target(
     """Guards the states that a head learns from: they are those of the target as it will run. A run that goes on keeps
     the format."""
     monkeypatch.setattr(pack.quantize_decoder, "__defaults__", (1,))
-    loaded: list[str | None] = []
+    loaded: list[type] = []
     real = Teacher.__init__
 
     def noting(self: Teacher, target: BaseForestModel, *rest: Any) -> None:
-        loaded.append(target.quantized)
+        assert isinstance(target, DecoderForestModel)
+        loaded.append(type(target.decoder.weights.layers[0].down))
         real(self, target, *rest)
 
     monkeypatch.setattr(Teacher, "__init__", noting)
     words = ["--steps", "2", "--vocab", "200", "--quantize", "int8"]
     distil(target, prompts, tmp_path / "head", *words)
-    assert loaded == ["int8"]
+    assert loaded == [Int8Product]
     assert record_of(tmp_path / "head")["plan"]["quantize"] == "int8"
     record = record_of(tmp_path / "head") | {"complete": False}
     (tmp_path / "head" / "dsbd_distill.json").write_text(json.dumps(record))

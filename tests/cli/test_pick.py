@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from dsbd_cli.io.records.row import LongLine
+from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
 from dsbd_cli.pick.candidate_rows import CandidateRow, group_of_lines
 from dsbd_cli.pick.choosers import ByVote, Choice
 from tests.cli.conftest import ROOT, Outcome
@@ -261,11 +262,9 @@ def test_a_reward_model_chooses(dsbd: Dsbd, tmp_path: Path) -> None:
     from transformers import LlamaConfig, LlamaForSequenceClassification
 
     from dsbd_cli.config.model import BUILTIN_TARGET, ModelSpec
-    from dsbd_cli.models.checkpoints.hub import locate
-    from dsbd_cli.models.checkpoints.loader import load_tokenizer
 
     spec = ModelSpec(BUILTIN_TARGET)
-    tokenizer = load_tokenizer(locate(spec), spec)
+    tokenizer = Checkpoint.open(spec).tokenizer
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
@@ -310,11 +309,9 @@ def reward(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from transformers import LlamaConfig, LlamaForSequenceClassification
 
     from dsbd_cli.config.model import BUILTIN_TARGET, ModelSpec
-    from dsbd_cli.models.checkpoints.hub import locate
-    from dsbd_cli.models.checkpoints.loader import load_tokenizer
 
     spec, folder = ModelSpec(BUILTIN_TARGET), tmp_path_factory.mktemp("reward")
-    tokenizer = load_tokenizer(locate(spec), spec)
+    tokenizer = Checkpoint.open(spec).tokenizer
     tokenizer.chat_template = "{% for one in messages %}{{ one.role }}: {{ one.content }}\n{% endfor %}"
     torch.manual_seed(0)
     config = LlamaConfig(

@@ -16,6 +16,7 @@ from dsbd_cli.cli.app import run
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import UnsupportedModelError
 from dsbd_cli.models.checkpoints.catalog import fit
+from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
 from dsbd_cli.stats import RequestStats
 from dsbd_cli.train import compare
 from tests.helpers.checkpoints import byte_level, save, wrap
@@ -122,10 +123,10 @@ def test_whether_a_pair_fits_knows_a_trimmed_head(pair: tuple[str, str], prompts
     generate(pair, prompts, native)
     trim(pair, "--texts", str(native), "--size", "120", "-o", small, "--quiet")
     assert "the draft is trimmed: its head has 120 rows" in " ".join(
-        fit(ModelSpec(pair[0]), ModelSpec(small, "draft")).notes
+        fit(Checkpoint.open(ModelSpec(pair[0])), Checkpoint.open(ModelSpec(small, "draft"))).notes
     )
     with pytest.raises(UnsupportedModelError, match="is a trimmed draft: only a draft may lack tokens"):
-        fit(ModelSpec(small), ModelSpec(pair[1], "draft"))
+        fit(Checkpoint.open(ModelSpec(small)), Checkpoint.open(ModelSpec(pair[1], "draft")))
 
 
 def test_from_texts(pair: tuple[str, str], prompts: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

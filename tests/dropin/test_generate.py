@@ -16,6 +16,7 @@ import torch
 import dsbd_cli
 from dsbd_cli import MethodConfig, PairError, SamplingConfig, UnsupportedModelError, UsageError
 from dsbd_cli.config.model import BUILTIN_TARGET, ModelSpec
+from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
 from dsbd_cli.models.checkpoints.loader import load
 from dsbd_cli.models.checks.invariance import check
 from dsbd_cli.ops.cpu.runtime import on_amd
@@ -359,7 +360,7 @@ def test_a_criterion_of_stop_strings_ends_a_text(beams: int) -> None:
     """It does not hold its tokenizer, so that has to be given."""
     from transformers import StoppingCriteriaList, StopStringCriteria
 
-    model, tokenizer = load(ModelSpec(BUILTIN_TARGET))
+    model, tokenizer = load(Checkpoint.open(ModelSpec(BUILTIN_TARGET)))
     inputs = tokenizer("question: what did Nesen do\nanswer:", return_tensors="pt")
     options = {"num_beams": beams, "max_new_tokens": 12, "do_sample": False}
     words = tokenizer.decode(dsbd_cli.generate(model, **inputs, **options)[0], skip_special_tokens=True).split()
@@ -485,7 +486,7 @@ def test_stop_strings_end_a_text() -> None:
     """Given as an argument, in a generation config or in the model's; the first of these counts."""
     from transformers import GenerationConfig
 
-    model, tokenizer = load(ModelSpec(BUILTIN_TARGET))
+    model, tokenizer = load(Checkpoint.open(ModelSpec(BUILTIN_TARGET)))
     inputs = tokenizer("question: what did Nesen do\nanswer:", return_tensors="pt")
     options = {"num_beams": 2, "max_new_tokens": 12, "do_sample": False}
     whole = tokenizer.decode(dsbd_cli.generate(model, **inputs, **options)[0])
@@ -507,7 +508,7 @@ def test_stop_strings_end_a_text() -> None:
 @pytest.mark.parametrize("end", ["text", "token"])
 def test_stop_strings_wait_for_the_end_of_the_reasoning(end: str) -> None:
     """Guards lm-eval's think_end_token: a stop string in the reasoning ends nothing."""
-    model, tokenizer = load(ModelSpec(BUILTIN_TARGET))
+    model, tokenizer = load(Checkpoint.open(ModelSpec(BUILTIN_TARGET)))
     inputs = tokenizer("question: what did Nesen do\nanswer:", return_tensors="pt")
     options = {"num_beams": 1, "max_new_tokens": 12, "do_sample": False}
     begin = inputs["input_ids"].shape[1]
@@ -527,7 +528,7 @@ def test_stop_strings_wait_for_the_end_of_the_reasoning(end: str) -> None:
 
 
 def test_an_engine_over_live_models() -> None:
-    model, tokenizer = load(ModelSpec(BUILTIN_TARGET))
+    model, tokenizer = load(Checkpoint.open(ModelSpec(BUILTIN_TARGET)))
     engine = dsbd_cli.from_models(model, tokenizer, method=MethodConfig(rule="search", num_beams=3))
     short = SamplingConfig(max_new_tokens=8)
     prompt = "question: what did Nesen do\nanswer:"
@@ -582,7 +583,7 @@ def test_scripts_of_others_run_but_for_one_line() -> None:
     (evaluate.py), on the built-in model."""
     from transformers import GenerationConfig, pipeline
 
-    model, tokenizer = load(ModelSpec(BUILTIN_TARGET))
+    model, tokenizer = load(Checkpoint.open(ModelSpec(BUILTIN_TARGET)))
     prompt = "question: what did Nesen do\nanswer:"
     inputs = tokenizer(prompt, return_tensors="pt")
     codes = {"max_new_tokens": 12, "num_beams": 4, "num_return_sequences": 4, "use_cache": True}

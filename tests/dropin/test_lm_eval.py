@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from dsbd_cli.config.model import BUILTIN_DRAFT, BUILTIN_TARGET, ModelSpec
-from dsbd_cli.models.checkpoints.hub import locate
+from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
 from training.tasks import QaGenerator
 
 TASK = """
@@ -45,7 +45,7 @@ def test_the_same_samples_as_hf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     data.write_text("".join(json.dumps({"prompt": r.prompt, "answer": " " + r.reference}) + "\n" for r in records))
     (tmp_path / "toyqa.yaml").write_text(TASK.format(data=data))
     tasks = TaskManager(include_path=str(tmp_path), include_defaults=False)
-    target, draft = (locate(ModelSpec(name)) for name in (BUILTIN_TARGET, BUILTIN_DRAFT))
+    target, draft = (Checkpoint.open(ModelSpec(name)).path for name in (BUILTIN_TARGET, BUILTIN_DRAFT))
     samples = []
     for name, more in (("hf", ""), ("dsbd", ""), ("dsbd", f",assistant={draft}")):
         found = lm_eval.simple_evaluate(

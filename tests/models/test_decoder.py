@@ -34,6 +34,7 @@ from dsbd_cli.models.adapted.causal import CausalForestModel
 from dsbd_cli.models.attention import views
 from dsbd_cli.models.attention.views import MaskView, PathView, PrefixView
 from dsbd_cli.models.checkpoints import loader
+from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
 from dsbd_cli.models.checks.invariance import check
 from dsbd_cli.models.checks.selftest import self_test
 from dsbd_cli.models.decoder import decoder_model
@@ -67,9 +68,10 @@ def spec_for(folder: Path, role: Any = "target", dtype: str = "float32", **more:
 
 
 def decoder_of(folder: Path, **settings: Any) -> DecoderForestModel:
-    """Load a checkpoint that our own decoder must take."""
-    forest, _ = load_model(spec_for(folder, **settings))
-    assert isinstance(forest, DecoderForestModel), forest.notes
+    """Load a checkpoint that our own decoder must take, with nothing to say about it."""
+    forest, _, report = load_model(Checkpoint.open(spec_for(folder, **settings)))
+    assert report.notes == ()
+    assert isinstance(forest, DecoderForestModel)
     return forest
 
 
@@ -112,7 +114,6 @@ def test_every_family_is_transformers(name: str, loaded: Loads) -> None:
     assert self_test(forest).largest_error <= 1e-4
     assert forest.invariant, forest.varies
     assert forest.copies_prefixes
-    assert forest.notes == ()
     assert forest.architecture == type(theirs).__name__
     assert forest.max_positions == (256 if name == "phi3 longrope" else 512)
     assert ("norm" in forest.ops.by("numba")) == (serves("norm") and name != NARROW_HEADS)
@@ -133,7 +134,7 @@ def test_every_family_in_bfloat16(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", FLOAT_ANGLES)
 def test_families_whose_angles_stay_float32_are_adapted_in_bfloat16(name: str, tmp_path: Path) -> None:
     folder = save_decoder(tmp_path / "model", build_decoder(name), torch.bfloat16)
-    forest, _ = load_model(spec_for(folder, dtype="bfloat16"))
+    forest = load_model(Checkpoint.open(spec_for(folder, dtype="bfloat16"))).model
     assert isinstance(forest, CausalForestModel)
 
 
@@ -228,9 +229,9 @@ def test_a_setting_that_is_not_known_is_adapted(fields: dict[str, Any], said: st
     reason = spec_of(AutoConfig.from_pretrained(folder))
     assert isinstance(reason, str)
     assert said in reason
-    forest, _ = load_model(spec_for(folder))
+    forest, _, report = load_model(Checkpoint.open(spec_for(folder)))
     assert isinstance(forest, CausalForestModel)
-    assert forest.notes == ()
+    assert report.notes == ()
 
 
 @pytest.mark.parametrize("given", [{"rope_theta": "x"}, {"rope_type": "yarn", "rope_theta": 1e4, "factor": "x"}])
@@ -238,14 +239,14 @@ def test_a_setting_of_a_wrong_type_is_one_line(given: dict[str, Any], folder: Pa
     """Guards a traceback of our decoder: transformers says what is wrong."""
     changed(folder, rope_parameters={"rope_type": "default", **given})
     with pytest.raises(ModelError, match="cannot be loaded: "):
-        load_model(spec_for(folder))
+        load_model(Checkpoint.open(spec_for(folder)))
 
 
 @pytest.mark.parametrize("fields", [{"sliding_window": None}, {"query_pre_attn_scalar": -1}])
 def test_settings_with_which_no_forward_runs_are_one_line(fields: dict[str, Any], tmp_path: Path) -> None:
     place = changed(save(tmp_path, "gemma2 window"), **fields)
     with pytest.raises(UnsupportedModelError, match=r"target model .*: Gemma2ForCausalLM .*"):
-        load_model(spec_for(place))
+        load_model(Checkpoint.open(spec_for(place)))
 
 
 def test_a_list_of_more_layers_than_there_are(tmp_path: Path) -> None:
@@ -258,7 +259,7 @@ def test_a_list_of_more_layers_than_there_are(tmp_path: Path) -> None:
 def test_heads_are_not_rotated_by_more_than_their_width(part: float, folder: Path) -> None:
     """Guards a traceback: transformers' Llama does not read this setting."""
     changed(folder, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": part})
-    assert isinstance(load_model(spec_for(folder))[0], CausalForestModel)
+    assert isinstance(load_model(Checkpoint.open(spec_for(folder))).model, CausalForestModel)
 
 
 def test_a_config_key_that_is_not_known_is_adapted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,9 +279,9 @@ def test_a_config_key_that_is_not_known_is_adapted(monkeypatch: pytest.MonkeyPat
 
 def test_an_architecture_that_is_not_known_is_adapted(tmp_path: Path) -> None:
     for family in ("gpt2", "cohere"):
-        forest, _ = load_model(spec_for(save(tmp_path / family, family)))
+        forest, _, report = load_model(Checkpoint.open(spec_for(save(tmp_path / family, family))))
         assert isinstance(forest, CausalForestModel)
-        assert forest.notes == ()
+        assert report.notes == ()
 
 
 @pytest.mark.parametrize("change", [{"eps": 0.1}, {"scale": 0.5}, {"residual_scale": 0.9}, {"gelu": True}])
@@ -291,10 +292,10 @@ def test_logits_that_are_not_transformers_are_adapted(
     real = decoder_load.spec_of
     monkeypatch.setattr(decoder_load, "spec_of", lambda config: replace(real(config), **change))
     for _ in range(2):  # the second load knows it
-        forest, _ = load_model(spec_for(folder))
+        forest, _, report = load_model(Checkpoint.open(spec_for(folder)))
         assert isinstance(forest, CausalForestModel)
         assert forest.invariant
-        (line,) = forest.notes
+        (line,) = report.notes
         assert line.startswith("the target runs through transformers: in our own decoder its logits are off by")
         monkeypatch.setattr(stages, "differs", lambda *_: pytest.fail("asked again"))
 
@@ -310,7 +311,7 @@ def test_a_tensor_that_is_not_where_it_should_be(fault: str, folder: Path) -> No
         del weights[name]
     save_file(weights, file, metadata={"format": "pt"})
     with pytest.raises(ModelError) as caught:
-        load_model(spec_for(folder))
+        load_model(Checkpoint.open(spec_for(folder)))
     assert "\n" not in str(caught.value)
     assert str(folder) in str(caught.value)
 
@@ -359,7 +360,7 @@ def test_a_checkpoint_of_compressed_tensors(tmp_path: Path) -> None:
     from tests.models.checkpoints.test_compressed_tensors import quantized
 
     quantized(tmp_path, "W8A16", "pack-quantized")
-    assert isinstance(load_model(ModelSpec(str(tmp_path), device="cpu"))[0], DecoderForestModel)
+    assert isinstance(load_model(Checkpoint.open(ModelSpec(str(tmp_path), device="cpu"))).model, DecoderForestModel)
 
 
 def test_a_trimmed_draft(folder: Path, tmp_path: Path) -> None:
@@ -811,13 +812,14 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_second_load_makes_no_check(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bits and the same promises; nor is transformers' model loaded."""
     folder = save_decoder(tmp_path / "model", build_decoder(name))
-    first = decoder_of(folder)
+    first, _, report = load_model(Checkpoint.open(spec_for(folder)))
     forbid(monkeypatch)
     monkeypatch.setattr(stages, "load_network", lambda *_, **__: pytest.fail("transformers' model"))
-    again = decoder_of(folder)
+    again, _, later = load_model(Checkpoint.open(spec_for(folder)))
+    assert report == later
     assert torch.equal(first.plain(tokens(2, 30)), again.plain(tokens(2, 30)))
     assert answers(first, [prompt(80)], SEARCH) == answers(again, [prompt(80)], SEARCH)
-    for field in ("invariant", "varies", "copies_prefixes", "notes", "tested"):
+    for field in ("invariant", "varies", "copies_prefixes"):
         assert getattr(first, field) == getattr(again, field), field
 
 
@@ -851,7 +853,7 @@ def test_all_layers_are_checked_where_it_is_asked_for(folder: Path, monkeypatch:
         lambda forest: asked.append(forest.decoder.spec.layers) or check(forest),
     )
     whole = decoder_of(folder).decoder.spec.layers
-    load_model(spec_for(folder), anew=True)
+    load_model(Checkpoint.open(spec_for(folder)), anew=True)
     assert asked == [1, whole]
     assert whole > 1
 
@@ -862,7 +864,7 @@ def test_what_a_verdict_depends_on(folder: Path, monkeypatch: pytest.MonkeyPatch
     decoder_of(folder)
     decoder_of(folder)
     assert len(made) == 1
-    load_model(spec_for(folder), anew=True)
+    load_model(Checkpoint.open(spec_for(folder)), anew=True)
     assert len(made) == 2
     decoder_of(folder)
     assert len(made) == 2
@@ -917,7 +919,7 @@ def test_the_dtype_of_the_checkpoint(named: str | None, folder: Path, monkeypatc
     monkeypatch.setattr(loader, "dtype_of", lambda *_: "auto")
     if named == "int8":
         with pytest.raises(ModelError, match=r"cannot be loaded: .*int8"):
-            load_model(spec_for(folder))
+            load_model(Checkpoint.open(spec_for(folder)))
         return
     forest = decoder_of(folder)
     assert forest.weights_dtype == (torch.float32 if named is None else torch.float16)

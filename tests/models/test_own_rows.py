@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.engine.protocols import ForestInput
+from dsbd_cli.models.checkpoints.checkpoint import Checkpoint, open_pair
 from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
 from dsbd_cli.models.decoder.own_rows import OWN_IDS, OwnRows
 from dsbd_cli.models.load_model import load_model
@@ -57,7 +58,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
         place = tmp_path_factory.mktemp("own")
         folder = save_decoder(place / "full", build_decoder(family, tie_word_embeddings=True), getattr(torch, dtype))
         trim(spec_of(folder), place / "small", COUNTS, size=20)
-        return tuple(load_model(spec_of(one, dtype=dtype))[0] for one in (folder, place / "small"))  # type: ignore[return-value]
+        return tuple(load_model(Checkpoint.open(spec_of(one, dtype=dtype))).model for one in (folder, place / "small"))  # type: ignore[return-value]
 
     return made
 
@@ -118,7 +119,7 @@ def test_a_draft_without_a_tied_table_has_no_own_ids(tmp_path: Path) -> None:
     """Guards embeddings taken for rows of an LM head."""
     folder = save_decoder(tmp_path / "full", build_decoder("llama"))
     trim(spec_of(folder), tmp_path / "small", COUNTS, size=20)
-    pair = load_pair(spec_of(folder, "target"), spec_of(tmp_path / "small"))
+    pair = load_pair(*open_pair(spec_of(folder, "target"), spec_of(tmp_path / "small")))
     assert pair.draft.own_ids_below == 0  # type: ignore[union-attr]
     assert pair.draft_form == f"20 of {V} tokens"
 
@@ -126,16 +127,16 @@ def test_a_draft_without_a_tied_table_has_no_own_ids(tmp_path: Path) -> None:
 def test_what_was_read_of_a_trimmed_draft_says_so(tmp_path: Path) -> None:
     folder = save_decoder(tmp_path / "full", build_decoder("llama tied"))
     trim(spec_of(folder), tmp_path / "small", COUNTS, size=20)
-    pair = load_pair(spec_of(folder, "target"), spec_of(tmp_path / "small"))
+    pair = load_pair(*open_pair(spec_of(folder, "target"), spec_of(tmp_path / "small")))
     assert pair.draft_form == f"20 of {V} tokens; {OWN_IDS}"
     assert not pair.notes
-    assert load_pair(spec_of(folder, "target"), spec_of(folder)).draft_form is None
+    assert load_pair(*open_pair(spec_of(folder, "target"), spec_of(folder))).draft_form is None
 
 
 def test_an_adapted_draft_has_none(tmp_path: Path) -> None:
     folder = save(tmp_path / "full", "gpt2", tie_word_embeddings=True)
     trim(spec_of(folder), tmp_path / "small", COUNTS, size=20)
-    small, _ = load_model(spec_of(tmp_path / "small"))
+    small = load_model(Checkpoint.open(spec_of(tmp_path / "small"))).model
     assert small.head_ids is not None
     assert small.own_ids_below == 0
 

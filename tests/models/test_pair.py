@@ -9,6 +9,7 @@ import pytest
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.engine.protocols import ForestModel, TextCodec
 from dsbd_cli.errors import PairError, UnsupportedModelError
+from dsbd_cli.models.checkpoints.checkpoint import Checkpoint, open_pair
 from dsbd_cli.models.checkpoints.vocabulary import check_pair
 from dsbd_cli.models.pair import load_pair
 from dsbd_cli.models.tokenizer import HFCodec
@@ -60,7 +61,9 @@ def test_end_tokens_are_reported() -> None:
 def test_load_pair(checkpoint: Path, tmp_path: Path) -> None:
     """Guards the whole way: two folders in, two forest models of one width and a codec out."""
     draft = save(tmp_path / "draft", vocab_size=104, num_hidden_layers=1)
-    pair = load_pair(ModelSpec(str(checkpoint), device="cpu"), ModelSpec(str(draft), "draft", "bfloat16", "cpu"))
+    pair = load_pair(
+        *open_pair(ModelSpec(str(checkpoint), device="cpu"), ModelSpec(str(draft), "draft", "bfloat16", "cpu"))
+    )
     target: ForestModel = pair.target
     text: TextCodec = pair.codec
     assert pair.draft is not None
@@ -68,7 +71,7 @@ def test_load_pair(checkpoint: Path, tmp_path: Path) -> None:
     assert (pair.target_dtype, pair.draft_dtype) == ("float32", "bfloat16")
     assert text.eos_ids == (2,)
     assert len(pair.differences) == 1
-    alone = load_pair(ModelSpec(str(checkpoint), device="cpu"), None)
+    alone = load_pair(Checkpoint.open(ModelSpec(str(checkpoint), device="cpu")), None)
     assert (alone.draft, alone.draft_dtype, alone.differences) == (None, None, ())
 
 
@@ -76,4 +79,6 @@ def test_unfit_draft_is_named(checkpoint: Path, tmp_path: Path) -> None:
     """Guards the message of a refusal: role and name of the model."""
     draft = save(tmp_path / "mpt", "mpt")
     with pytest.raises(UnsupportedModelError, match=r"draft model '.*mpt': MptForCausalLM"):
-        load_pair(ModelSpec(str(checkpoint), device="cpu"), ModelSpec(str(draft), role="draft", device="cpu"))
+        load_pair(
+            *open_pair(ModelSpec(str(checkpoint), device="cpu"), ModelSpec(str(draft), role="draft", device="cpu"))
+        )

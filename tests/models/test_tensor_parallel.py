@@ -21,6 +21,7 @@ from dsbd_cli import (
     UnsupportedModelError,
     UsageError,
 )
+from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
 from dsbd_cli.models.tensor_parallel import ShardedForestModel, check_ranks
 from tests.helpers.checkpoints import save
 
@@ -90,13 +91,13 @@ def test_two_ranks_give_the_text_of_one_until_one_dies(family: str, tmp_path: Pa
 def test_what_cannot_be_split_is_refused_before_anything_starts(tmp_path: Path) -> None:
     odd = str(save(tmp_path / "odd", "llama one kv head"))
     with pytest.raises(UnsupportedModelError, match="1 key-value heads and 4 heads, which 2 ranks cannot share"):
-        check_ranks(ModelSpec(odd, device="cpu", tensor_parallel=2))
+        check_ranks(Checkpoint.open(ModelSpec(odd, device="cpu", tensor_parallel=2)))
     for family in ("opt", "mamba"):  # the second has no heads
         plain = str(save(tmp_path / family, family))
         with pytest.raises(UnsupportedModelError, match="no plan to split"):
-            check_ranks(ModelSpec(plain, device="cpu", tensor_parallel=2))
+            check_ranks(Checkpoint.open(ModelSpec(plain, device="cpu", tensor_parallel=2)))
     with pytest.raises(UsageError, match="drop one of them"):
-        check_ranks(ModelSpec(odd, device_map="balanced", tensor_parallel=2))
+        check_ranks(Checkpoint.open(ModelSpec(odd, device_map="balanced", tensor_parallel=2)))
     with pytest.raises(UsageError, match="tensor_parallel is 0, but must be 1 or more"):
         ModelSpec(odd, tensor_parallel=0)
     with pytest.raises(UsageError, match="1 of a draft"):

@@ -15,6 +15,7 @@ import dsbd_cli
 from dsbd_cli import ModelSpec, loading
 from dsbd_cli.errors import ModelError
 from dsbd_cli.models import load_adapted, load_model
+from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
 from dsbd_cli.ops import ahead, memory
 from dsbd_cli.ops.ahead import HUGE, LEAST, TouchedMemory
 from tests.helpers.checkpoints import save
@@ -109,7 +110,7 @@ def test_a_load_that_fails_gives_its_memory_back(early: bool, tmp_path: Path, mo
         if early:
             raise ModelError("early")
 
-    monkeypatch.setattr(loading, "_packed_bytes", lambda spec, place: LEAST)
+    monkeypatch.setattr(loading, "_packed_bytes", lambda checkpoint: LEAST)
     monkeypatch.setattr(loading, "_set_threads", fails)
     (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
     with pytest.raises(ModelError):
@@ -122,16 +123,16 @@ def test_a_model_that_transformers_runs_gives_the_memory_back_first(
 ) -> None:
     """Guards memory that is held twice: for weights that are never packed, and for those that transformers reads."""
     target = save(tmp_path)
-    monkeypatch.setattr(load_model, "spec_or_reason", lambda spec, config: "a reason")
+    monkeypatch.setattr(load_model, "spec_or_reason", lambda checkpoint: "a reason")
     begun = []
     real = load_adapted.load_adapted
 
-    def noting(spec: ModelSpec) -> Any:
+    def noting(checkpoint: Checkpoint) -> Any:
         begun.append(list(ahead._begun))
-        return real(spec)
+        return real(checkpoint)
 
     monkeypatch.setattr(load_adapted, "load_adapted", noting)
-    monkeypatch.setattr(loading, "_packed_bytes", lambda spec, place: LEAST)
+    monkeypatch.setattr(loading, "_packed_bytes", lambda checkpoint: LEAST)
     dsbd_cli.load(target, None)
     assert begun == [[]]
 
@@ -148,7 +149,7 @@ def test_no_more_is_touched_than_a_model_packs(tmp_path: Path, monkeypatch: pyte
         (tmp_path / "facts").write_text(f"flags : fma {flags}")
         monkeypatch.setattr(loading, "GPU_FILES", (str(tmp_path / gpu),))
         monkeypatch.setattr(loading, "CPU_FACTS", tmp_path / "facts")
-        return loading._packed_bytes(ModelSpec(str(tmp_path), **spec), tmp_path)
+        return loading._packed_bytes(Checkpoint(ModelSpec(str(tmp_path), **spec), tmp_path))
 
     assert packed() == packed(device="cpu", gpu="gpu") == 1000
     assert packed('{"dtype": "float32"}') == 500  # which may be packed in bfloat16

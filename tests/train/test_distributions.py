@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import ModelError, UnsupportedModelError, UsageError
+from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
 from dsbd_cli.models.load_model import load_model
 from dsbd_cli.train import distributions
 from dsbd_cli.train.distributions import Teacher, answer_logits, divergence
@@ -55,7 +56,7 @@ def teacher_of(target: Any, kept_bytes: int | None = None) -> Teacher:
 def test_logits_are_the_targets(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards prefill, chunks of an answer, recurrent layers, and which token a distribution belongs to."""
     monkeypatch.setattr(distributions, "CHUNK", 2)
-    target, _ = load_model(spec_of(save(tmp_path / "model", family)))
+    target = load_model(Checkpoint.open(spec_of(save(tmp_path / "model", family)))).model
     model = build(family).to(torch.bfloat16).float()
     for answer in ANSWERS:
         logits = torch.cat(list(answer_logits(target, answer)))
@@ -63,7 +64,7 @@ def test_logits_are_the_targets(family: str, tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_distribution_is_the_targets(checkpoint: Path) -> None:
-    target, _ = load_model(spec_of(checkpoint))
+    target = load_model(Checkpoint.open(spec_of(checkpoint))).model
     model, teacher = build("llama").to(torch.bfloat16).float(), teacher_of(target)
     for answer in ANSWERS:
         distribution, plain = teacher.distribution(answer), plain_logs(model, answer)
@@ -74,7 +75,7 @@ def test_a_distribution_is_the_targets(checkpoint: Path) -> None:
 
 
 def test_a_distribution_has_the_same_bits_whenever_it_is_computed(checkpoint: Path) -> None:
-    target, _ = load_model(spec_of(checkpoint))
+    target = load_model(Checkpoint.open(spec_of(checkpoint))).model
     kept, forgetful = teacher_of(target), teacher_of(target, kept_bytes=0)
     first = [kept.distribution(answer) for answer in ANSWERS]
     for answer, distribution in reversed(list(zip(ANSWERS, first, strict=True))):
@@ -88,7 +89,7 @@ def test_a_distribution_has_the_same_bits_whenever_it_is_computed(checkpoint: Pa
 def test_distributions_are_kept_in_a_third_of_the_free_memory(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target, _ = load_model(spec_of(checkpoint))
+    target = load_model(Checkpoint.open(spec_of(checkpoint))).model
     size = teacher_of(target).distribution(ANSWERS[0]).held_bytes
     monkeypatch.setattr(distributions, "free_bytes", lambda _: 3 * size)
     teacher = teacher_of(target)
@@ -98,7 +99,7 @@ def test_distributions_are_kept_in_a_third_of_the_free_memory(
 
 
 def test_a_forward_that_fails_leaves_no_cache(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, _ = load_model(spec_of(checkpoint))
+    target = load_model(Checkpoint.open(spec_of(checkpoint))).model
     calls = []
 
     def fail(*_: object, **__: object) -> None:

@@ -14,6 +14,7 @@ from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.errors import ModelError
 from dsbd_cli.io.lines.jsonl import LineWriter
+from dsbd_cli.models.checkpoints.checkpoint import Checkpoint, open_pair
 from dsbd_cli.models.heads.load import load_head
 from dsbd_cli.models.load_model import load_model
 from dsbd_cli.train.compare import with_draft
@@ -40,7 +41,7 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
 
 @pytest.fixture
 def target(spec: ModelSpec) -> Any:
-    return load_model(spec)[0]
+    return load_model(Checkpoint.open(spec)).model
 
 
 def shaken(spec: ModelSpec) -> HeadStudent:
@@ -91,7 +92,7 @@ def test_what_is_written_is_what_was_trained(spec: ModelSpec, target: Any, tmp_p
     """Our own reader gives the trained head's logits; what other engines ask of such a folder is there."""
     head = shaken(spec)
     head.write(tmp_path, "float32")
-    found = load_head(ModelSpec(str(tmp_path), "draft", dtype="float32", device="cpu"), spec, target)
+    found = load_head(*open_pair(spec, ModelSpec(str(tmp_path), "draft", dtype="float32", device="cpu")), target)
     assert found.head_ids is not None
     assert found.head_ids.tolist() == IDS.tolist()
     assert target._tap.layers == head.taps, "as written, whatever the states of other layers would give"
@@ -213,7 +214,7 @@ def test_a_head_is_measured_with_the_targets_own_ids(tmp_path: Path) -> None:
     (tmp_path / "h").mkdir()
     new_head(spec, IDS, 0).write(tmp_path / "h", "float32")
     plain, draft = (
-        Engine(load_model(spec)[0], None, NumberCodec(V)),
+        Engine(load_model(Checkpoint.open(spec)).model, None, NumberCodec(V)),
         ModelSpec(str(tmp_path / "h"), "draft", "float32", "cpu"),
     )
     pair = with_draft(plain, draft, spec, MethodConfig())

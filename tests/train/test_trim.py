@@ -20,6 +20,7 @@ from dsbd_cli.engine.drafting.logits import DraftLogits, head_ids
 from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.errors import ModelError, OutputError, UnsupportedModelError, UsageError
 from dsbd_cli.models.adapted.causal import CausalForestModel
+from dsbd_cli.models.checkpoints.checkpoint import Checkpoint, open_pair
 from dsbd_cli.models.checkpoints.head import HEAD_FILE
 from dsbd_cli.models.load_model import load_model
 from dsbd_cli.models.pair import load_pair
@@ -56,8 +57,8 @@ def test_kept_logits_are_the_full_heads(family: str, tied: bool, tmp_path: Path)
     that went through the map: kept columns are the full draft's, all others -inf."""
     full = save(tmp_path / "full", family, tie_word_embeddings=tied)
     report = trim(spec(full), tmp_path / "small", COUNTS, size=12, end_tokens=(40,))
-    before, _ = load_model(spec(full))
-    after, codec = load_model(spec(tmp_path / "small"))
+    before = load_model(Checkpoint.open(spec(full))).model
+    after, codec, _ = load_model(Checkpoint.open(spec(tmp_path / "small")))
     tokens = [1, 5, 96, 33, 90]
     expected, found = one_forward(before, tokens), one_forward(after, tokens)
     kept = torch.isfinite(found).all(0).nonzero().flatten().tolist()
@@ -108,9 +109,9 @@ def test_the_text_is_the_full_drafts(rule: str, tmp_path: Path) -> None:
     folder = save(tmp_path / "full")
     trim(spec(folder), tmp_path / "small", Counter(dict.fromkeys(range(60), 1)), size=60)
     target = spec(folder, "target")
-    plain = outputs(load_pair(target, None), rule)
-    assert outputs(load_pair(target, spec(folder)), rule) == plain
-    assert outputs(load_pair(target, spec(tmp_path / "small")), rule) == plain
+    plain = outputs(load_pair(Checkpoint.open(target), None), rule)
+    assert outputs(load_pair(*open_pair(target, spec(folder))), rule) == plain
+    assert outputs(load_pair(*open_pair(target, spec(tmp_path / "small"))), rule) == plain
 
 
 def test_rejection_keeps_the_targets_distribution(tmp_path: Path) -> None:
@@ -119,12 +120,12 @@ def test_rejection_keeps_the_targets_distribution(tmp_path: Path) -> None:
 
     4000 requests, 3 kept ids of 6 probable ones; chi-squared with 5 degrees of freedom, false alarms below 1e-5."""
     folder = save(tmp_path / "full")
-    pair = load_pair(spec(folder, "target"), None)
+    pair = load_pair(Checkpoint.open(spec(folder, "target")), None)
     first = torch.log_softmax(one_forward(pair.target, [1, 5])[-1], -1)
     best = first.topk(6)
     wanted = best.values.softmax(0)
     trim(spec(folder), tmp_path / "small", Counter({int(i): 1 for i in best.indices[[0, 2, 5]]}), size=6)
-    drafted = load_pair(spec(folder, "target"), spec(tmp_path / "small"))
+    drafted = load_pair(*open_pair(spec(folder, "target"), spec(tmp_path / "small")))
     config = MethodConfig(rule="rejection", num_beams=1, drafts_per_layer=3, depth=1, width="fixed")
     engine = Engine(drafted.target, drafted.draft, drafted.codec, config, batch_size=500)
     sampling = SamplingConfig(max_new_tokens=1, top_k=6)
@@ -207,7 +208,7 @@ def test_a_damaged_map_is_told(change: Any, message: str, tmp_path: Path) -> Non
     trim(spec(save(tmp_path / "full")), tmp_path / "small", COUNTS, size=12)
     rewrite(tmp_path / "small", change)
     with pytest.raises(ModelError, match=message):
-        load_model(spec(tmp_path / "small"))
+        load_model(Checkpoint.open(spec(tmp_path / "small")))
 
 
 def test_a_file_cut_short_and_a_foreign_head(tmp_path: Path) -> None:
@@ -215,11 +216,11 @@ def test_a_file_cut_short_and_a_foreign_head(tmp_path: Path) -> None:
     other = save(tmp_path / "other", hidden_size=64)
     (other / HEAD_FILE).write_bytes((tmp_path / "small" / HEAD_FILE).read_bytes())
     with pytest.raises(ModelError, match=r"is for a head of 97 x 32, but the model's is 97 x 64"):
-        load_model(spec(other))
+        load_model(Checkpoint.open(spec(other)))
     data = (tmp_path / "small" / HEAD_FILE).read_bytes()
     (tmp_path / "small" / HEAD_FILE).write_bytes(data[: len(data) // 2])
     with pytest.raises(ModelError, match="is damaged"):
-        load_model(spec(tmp_path / "small"))
+        load_model(Checkpoint.open(spec(tmp_path / "small")))
 
 
 def test_refusals(tmp_path: Path) -> None:
@@ -229,7 +230,7 @@ def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="trimmed already"):
         trim(spec(tmp_path / "small"), tmp_path / "again", COUNTS, size=10)
     with pytest.raises(UnsupportedModelError, match="only a draft may lack tokens"):
-        load_model(spec(tmp_path / "small", "target"))
+        load_model(Checkpoint.open(spec(tmp_path / "small", "target")))
     with pytest.raises(UsageError, match="exists: name a new folder"):
         trim(spec(full), tmp_path / "small", COUNTS, size=10)
     with pytest.raises(UsageError, match="does not exist"):

@@ -20,7 +20,7 @@ from dsbd_cli.cli.run.signals import StopSignals
 from dsbd_cli.config.model import BUILTIN_TARGET
 from dsbd_cli.errors import RowError, UsageError, plural
 from dsbd_cli.lab.tasks.record import shipped
-from dsbd_cli.models.checkpoints.hub import locate
+from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from dsbd_cli.lab.bench.beside import Beam, BesideTransformers, TimedBeams
@@ -62,7 +62,7 @@ def demo(pair: PairOptions, wanted: DemoOptions) -> None:
     with StopSignals():
         for model in settings.models:
             if not model.in_target:
-                locate(model)  # a wrong name is told before torch is imported
+                Checkpoint.open(model)  # a wrong name is told before torch is imported
         with talking() as talk:
             talk.now("importing torch")
             from dsbd_cli.lab.bench.beside import BesideTransformers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -65,7 +65,7 @@ from dsbd_cli.io.records.file_roots import files_root
 from dsbd_cli.io.records.record_parts import CarriedColumn, MethodRecord, run_fingerprint
 from dsbd_cli.io.records.row import Line, Row
 from dsbd_cli.io.schemas.contracts import DRY_RUN
-from dsbd_cli.models.checkpoints.digest import checkpoint_digest, commit_of
+from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from dsbd_cli.scale.worker import LoadEngine, RunsRequests
@@ -206,9 +206,9 @@ class _GenerateRun:
             require_valid=settings.require_valid,
             files_under=None if files.files_under is None else str(files.files_under.resolve()),
             dsbd=__version__,
-            **(_digests(settings) if pinned else {}),
+            **_digests(opened := [Checkpoint.open(model) for model in settings.models if pinned]),
         )
-        self._commits = _commits(settings) if pinned else {}
+        self._commits = {f"{one.spec.role}_commit": one.commit for one in opened if one.commit is not None}
         self._shard = shard
         if shard is not None:
             assert files.input is not None
@@ -476,19 +476,12 @@ class _GenerateRun:
         os._exit(NoWorkersError.exit_code)
 
 
-def _digests(settings: RunSettings) -> dict[str, str]:
+def _digests(models: Iterable[Checkpoint]) -> dict[str, str]:
     """Return the digests of the models' files.
 
     They are not taken for a Ray on other machines, because this machine may lack the files. The workers compare theirs.
     """
-    return {
-        f"{model.role}_{part}": digest for model in settings.models for part, digest in checkpoint_digest(model).items()
-    }
-
-
-def _commits(settings: RunSettings) -> dict[str, str]:
-    """Return the commits of the models that came from the hub."""
-    return {f"{model.role}_commit": commit for model in settings.models if (commit := commit_of(model)) is not None}
+    return {f"{one.spec.role}_{part}": digest for one in models for part, digest in one.digests.items()}
 
 
 def _describe(settings: RunSettings, engine: RunsRequests) -> str:

@@ -122,7 +122,7 @@ class _Trimming:
 
     def run(self) -> None:
         """Count tokens, write the trimmed draft, measure both drafts, and print the results."""
-        from dsbd_cli.models.checkpoints.catalog import end_tokens
+        from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
         from dsbd_cli.train.trim import check, trim
 
         check(self._draft, self._output, size=self._trim.size, coverage=self._trim.coverage)
@@ -134,7 +134,8 @@ class _Trimming:
             warn_plain(self._trim.chat, self._engine.info, asked)
         counts = self._count(prompts)
         held = self._answerable(held, "held-out prompt")  # nothing may fail once the draft is written
-        size, coverage, ends = self._trim.size, self._trim.coverage, end_tokens(self._settings.target)
+        ends = Checkpoint.open(self._settings.target, fetch=False).codec.eos_ids
+        size, coverage = self._trim.size, self._trim.coverage
         report = trim(self._draft, self._output, counts, size=size, coverage=coverage, end_tokens=ends)
         try:
             measured = self._measure(held) if held else None

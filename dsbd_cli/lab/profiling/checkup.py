@@ -19,7 +19,8 @@ from dsbd_cli.errors import DsbdError, ModelNotFoundError, denial, plural
 from dsbd_cli.lab.metrics.environment import cpu_name, installed, own_commit, versions
 from dsbd_cli.lab.reports.units import bytes_text, figure, seconds_text
 from dsbd_cli.lab.tasks.choose import TASKS
-from dsbd_cli.models.checkpoints.catalog import fit, local_folder
+from dsbd_cli.models.checkpoints.catalog import fit
+from dsbd_cli.models.checkpoints.checkpoint import Checkpoint, open_pair
 from dsbd_cli.requests import Request
 from dsbd_cli.threads import processors
 
@@ -176,9 +177,10 @@ def _pair(target: ModelSpec, draft: ModelSpec) -> tuple[State, str, Facts]:
 
     if draft.in_target:
         return "ok", "the draft is the target's own MTP layer", {}
-    if is_head(local_folder(draft)):
+    small = Checkpoint.open(draft, fetch=False)
+    if is_head(small.path):
         return "ok", "the draft is a head, which has no tokenizer; whether it fits is told at load", {}
-    fitted = fit(target, draft)
+    fitted = fit(Checkpoint.open(target, fetch=False), small)
     limit = "no limit of positions" if fitted.positions is None else f"{fitted.positions:,} positions"
     text = "; ".join([f"target and draft fit: {fitted.tokens:,} tokens in common, {limit}", *fitted.notes])
     return "ok", text, {"tokens": fitted.tokens, "positions": fitted.positions, "notes": list(fitted.notes)}
@@ -187,18 +189,14 @@ def _pair(target: ModelSpec, draft: ModelSpec) -> tuple[State, str, Facts]:
 def _load(target: ModelSpec, draft: ModelSpec | None) -> tuple[LoadedPair, float]:
     """Load and test the models, and return them with the seconds that it took."""
     from dsbd_cli.models.checkpoints.hub import has_weights
-    from dsbd_cli.models.checkpoints.loader import is_gguf
     from dsbd_cli.models.pair import load_pair
 
-    for spec in (target, draft):
-        if spec is None or spec.in_target:
-            continue
-        folder = local_folder(spec)
-        if not is_gguf(folder) and not has_weights(folder):
-            raise ModelNotFoundError(f"{spec.role} model {spec.source!r}: its weights are not on this machine")
+    pair = open_pair(target, draft, fetch=False)
+    for checkpoint in pair:
+        if checkpoint is not None and not checkpoint.is_gguf and not has_weights(checkpoint.path):
+            raise ModelNotFoundError(f"{checkpoint.name}: its weights are not on this machine")
     begin = time.monotonic()
-    pair = load_pair(target, draft, anew=True)
-    return pair, time.monotonic() - begin
+    return load_pair(*pair, anew=True), time.monotonic() - begin
 
 
 def _models(target: ModelSpec, draft: ModelSpec | None, pair: LoadedPair, load_s: float) -> tuple[State, str, Facts]:

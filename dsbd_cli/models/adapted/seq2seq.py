@@ -38,9 +38,11 @@ UNLIMITED = 512  # positions of a table whose size the config does not tell
 class Seq2SeqForestModel(TransformersForest):
     """A model with an encoder and a decoder. `encode` comes before the first forward of a row."""
 
-    encoder_digest: str | None = None  # see encoder_digest
-
-    def __init__(self, model: Any, name: str, stock: Callable[[], Any] | None = None) -> None:
+    def __init__(
+        self, model: Any, name: str, stock: Callable[[], Any] | None = None, digest: str | None = None
+    ) -> None:
+        """digest: what `encoder_digest` gives for the model before its products are packed."""
+        self.encoder_digest = digest
         self._encoder = model.get_encoder()
         self._cross = CrossCache(model.get_input_embeddings().weight.device)
         self._positions = DecoderPositions(model, _decoder_positions(model.config) or UNLIMITED)

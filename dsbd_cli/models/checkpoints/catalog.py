@@ -10,21 +10,19 @@ import tomllib
 from dataclasses import dataclass
 from io import BufferedWriter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
 from huggingface_hub import constants
 
 from dsbd_cli.config.model import ModelSpec
-from dsbd_cli.errors import DsbdError, ModelNotFoundError, OutputError, UsageError, is_utf8
+from dsbd_cli.errors import DsbdError, OutputError, UsageError, is_utf8
 from dsbd_cli.io.lines.replace import replacing
+from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
 from dsbd_cli.models.checkpoints.gguf_parts import gguf_parts
-from dsbd_cli.models.checkpoints.hub import ADAPTER_CONFIG, cached_folder, gguf_files, has_weights, shown
+from dsbd_cli.models.checkpoints.hub import cached_folder, gguf_files, has_weights, shown
 from dsbd_cli.models.checkpoints.registry import (
     ALIASES,
     BUILTIN,
-    expanded,
-    hub_location,
     parts_of,
     resolve,
     user_aliases,
@@ -98,22 +96,22 @@ class Fit:
     notes: tuple[str, ...]
 
 
-def fit(large: ModelSpec, small: ModelSpec) -> Fit:
+def fit(large: Checkpoint, small: Checkpoint) -> Fit:
     """Check whether a small model can draft for a large one, as far as tokenizers and configs tell; no weights are
     loaded.
 
-    Raises PairError where they do not fit, UnsupportedModelError for a trimmed target, ModelNotFoundError or ModelError
-    where their files are not here.
+    Raises PairError where they do not fit, UnsupportedModelError for a trimmed target, ModelError for damaged files.
     """
     from dsbd_cli.models.checkpoints.head import head_rows, trimmed_target
     from dsbd_cli.models.checkpoints.vocabulary import check_pair
 
-    ours, our_width, our_limit = _described(large)
-    theirs, their_width, their_limit = _described(small)
-    if head_rows(local_folder(large)) is not None:
-        raise trimmed_target(large)
-    notes = check_pair(ours, theirs, our_width, their_width)
-    if (rows := head_rows(local_folder(small))) is not None:
+    ours, theirs = large.codec, small.codec
+    our_text, their_text = (one.config.get_text_config(decoder=True) for one in (large, small))
+    our_limit, their_limit = (getattr(text, "max_position_embeddings", None) for text in (our_text, their_text))
+    if head_rows(large.path) is not None:
+        raise trimmed_target(large.spec)
+    notes = check_pair(ours, theirs, our_text.vocab_size, their_text.vocab_size)
+    if (rows := head_rows(small.path)) is not None:
         notes += (f"the draft is trimmed: its head has {rows} rows, and it proposes no other tokens",)
     limits = [limit for limit in (our_limit, their_limit) if limit is not None]
     if our_limit != their_limit:
@@ -122,58 +120,12 @@ def fit(large: ModelSpec, small: ModelSpec) -> Fit:
     return Fit(len(shared), min(limits, default=None), notes)
 
 
-def end_tokens(spec: ModelSpec) -> tuple[int, ...]:
-    """Return the end tokens of a checkpoint, from its small files alone."""
-    return _described(spec)[0].eos_ids
-
-
 def tokenizer_of(spec: ModelSpec) -> HFCodec:
     """Return the codec of a checkpoint for texts of any length, from its small files alone."""
-    codec = _described(spec)[0]
+    codec = Checkpoint.open(spec, fetch=False).codec
     tokenizer: Any = codec.tokenizer
     tokenizer.model_max_length = NO_LIMIT  # no model runs these texts, so none can be too long for one
     return codec
-
-
-def _described(spec: ModelSpec) -> tuple[HFCodec, int, int | None]:
-    """Return codec, width of the logits and number of positions of a checkpoint."""
-    from dsbd_cli.models.checkpoints.generation import read_generation
-    from dsbd_cli.models.checkpoints.loader import eos_ids, load_config, load_tokenizer
-    from dsbd_cli.models.tokenizer import HFCodec
-
-    folder = local_folder(spec)
-    config = load_config(folder, spec)
-    tokenizer = load_tokenizer(folder, spec)
-    text = config.get_text_config(decoder=True)
-    stand_in = SimpleNamespace(config=config, generation_config=SimpleNamespace(**read_generation(folder)))
-    positions = getattr(text, "max_position_embeddings", None)
-    return HFCodec(tokenizer, eos_ids(stand_in, tokenizer, spec)), text.vocab_size, positions
-
-
-def local_folder(spec: ModelSpec) -> Path:
-    """Return the folder, or the GGUF file, of a model that is on this machine at least with its small files, and with
-    its adapters. Nothing is fetched.
-
-    Raises ModelNotFoundError.
-    """
-    from dsbd_cli.models.checkpoints.hub import locate
-
-    for source in (*parts_of(spec.source)[1], *spec.adapters):
-        adapter = None if expanded(source).exists() else hub_location(source)
-        if adapter is not None and cached_folder(adapter, ADAPTER_CONFIG) is None:
-            raise ModelNotFoundError(
-                f"{spec.role} adapter {source!r} is not on this machine: fetch it with `hf download {adapter.path}`"
-            )
-    location = resolve(spec.source, spec.role)
-    if location.kind != "hub":
-        return locate(spec)
-    folder = cached_folder(location)
-    if folder is None:
-        raise ModelNotFoundError(
-            f"{spec.role} model {spec.source!r} is not on this machine: fetch it, or its small files alone with "
-            f"`hf download {location.path} --include '*.json' '*.model' '*.txt'`"
-        )
-    return folder
 
 
 def add_name(name: str, source: str) -> Path:

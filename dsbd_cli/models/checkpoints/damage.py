@@ -1,5 +1,5 @@
 """Checks of a checkpoint before its weights are loaded or used: of config.json, the index and the headers of its
-safetensors files. Only `check_numbers` looks at weights.
+safetensors files. No weight is read.
 
 All checks raise ModelError. Its message begins with `name`, as in "target model 'x'".
 """
@@ -10,9 +10,6 @@ import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from dsbd_cli.errors import ModelError, one_line, shorten
 from dsbd_cli.models.checkpoints.gguf_parts import gguf_parts
@@ -51,9 +48,9 @@ def check_gguf(file: Path, name: str) -> None:
             raise ModelError(f"{name}: {part.name} is another part than its name says: get it again")
         if (count := _number(reader, "split.count")) != len(parts):
             raise ModelError(f"{name}: {part.name} is of {count} parts, but its name says {len(parts)}: get it again")
-    found, expected = sum(len(reader.tensors) for reader in readers), _number(readers[0], "split.tensors.count")
-    if found != expected:
-        raise ModelError(f"{name}: its parts hold {found} tensors, but should hold {expected}: get them again")
+    count, expected = sum(len(reader.tensors) for reader in readers), _number(readers[0], "split.tensors.count")
+    if count != expected:
+        raise ModelError(f"{name}: its parts hold {count} tensors, but should hold {expected}: get them again")
 
 
 def _reader(part: Path, name: str) -> Any:
@@ -75,34 +72,10 @@ def read_headers(files: Iterable[Path], name: str) -> dict[str, tuple[int, ...]]
     return {tensor: shape for file in files for tensor, shape in _header(file, name)}
 
 
-def check_numbers(tensors: Iterable[tuple[str, Tensor]], name: str) -> None:
-    """Check that no tensor holds NaN."""
-    for tensor, values in tensors:
-        if not values.is_floating_point() or values.dtype.itemsize == 1 or values.is_meta or not values.numel():
-            continue
-        # the sum is NaN where a number is NaN, but also where infinities cancel, so that the numbers are then counted
-        if bool(torch.isnan(values.detach().sum())) and (count := int(values.detach().isnan().sum())):
-            raise ModelError(f"{name}: {count} of {values.numel()} numbers in {tensor} are NaN: get the files again")
-
-
-def unsafe_pickle(folder: Path, error: BaseException, name: str) -> ModelError | None:
-    """Return the error to raise for a pickle that torch refuses; None where `error` is about something else.
-
-    torch's own text advises to load it all the same.
-    """
-    if "weights_only" not in str(error) or any(folder.glob("*.safetensors")):
-        return None
-    found = ", ".join(sorted(file.name for file in folder.glob("*.bin"))[:3])
-    return ModelError(
-        f"{name}: {found} is a pickle of more than tensors, which could run code and is not loaded: get the weights "
-        "as safetensors"
-    )
-
-
 def _weight_files(folder: Path) -> list[Path]:
     """Return the safetensors files that transformers reads: one, or those that the index names."""
-    if (one := folder / "model.safetensors").is_file():
-        return [one]
+    if (whole := folder / "model.safetensors").is_file():
+        return [whole]
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return []
@@ -144,16 +117,16 @@ def _header(file: Path, name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
         if length > min(LONGEST_HEADER, size - 8):
             raise ModelError(f"{name}: {file.name} is cut short or no safetensors file: get it again")
         text, start = stream.read(length), 8 + length
-    found: list[tuple[str, tuple[int, ...], int, int]] = []
+    tensors: list[tuple[str, tuple[int, ...], int, int]] = []
     try:
-        for tensor, one in json.loads(text).items():
+        for tensor, entry in json.loads(text).items():
             if tensor != "__metadata__":
-                _, shape, offsets = (one[field] for field in ("dtype", "shape", "data_offsets"))
+                _, shape, offsets = (entry[field] for field in ("dtype", "shape", "data_offsets"))
                 begin, end = map(int, offsets)
-                found.append((tensor, tuple(map(int, shape)), begin, end))
+                tensors.append((tensor, tuple(map(int, shape)), begin, end))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
         raise ModelError(f"{name}: {file.name} is no safetensors file: its header cannot be read") from None
-    for tensor, shape, begin, end in found:
+    for tensor, shape, begin, end in tensors:
         if not 0 <= begin <= end <= size - start:
             raise ModelError(
                 f"{name}: {file.name} is cut short: {tensor} ends at byte {start + end} of {size}: get it again"
@@ -165,22 +138,22 @@ def _check_config(folder: Path, tensors: dict[str, tuple[int, ...]], name: str) 
     """Check that a config has layers, no more than there are tensors, and no width that is wider than every tensor.
     Config classes are not used for this, because they list all layers."""
     try:
-        given = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        whole = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return  # the error is raised when the config is read
-    if not isinstance(given, dict):
+    if not isinstance(whole, dict):
         return
     widest = max((length for shape in tensors.values() for length in shape), default=0)
     for part in ("", *PARTS):
-        config = given if not part else given.get(part)
+        config = whole if not part else whole.get(part)
         if not isinstance(config, dict):
             continue
         limits = [(field, len(tensors), f"the weights are {len(tensors)} tensors") for field in LAYERS]
-        if "quantization_config" not in given:  # whose tensors may hold several numbers in one
+        if "quantization_config" not in whole:  # whose tensors may hold several numbers in one
             limits += [(field, widest, f"no tensor of the weights is wider than {widest}") for field in WIDTHS]
         for field, most, reason in limits:
-            value, place = config.get(field), f"{part}.{field}" if part else field
+            value, path = config.get(field), f"{part}.{field}" if part else field
             if field == "num_hidden_layers" and type(value) is int and value < 1:
-                raise ModelError(f"{name}: config.json is wrong: {place} is {value}, but must be 1 or more")
+                raise ModelError(f"{name}: config.json is wrong: {path} is {value}, but must be 1 or more")
             if type(value) is int and value > most:
-                raise ModelError(f"{name}: config.json does not fit the weights: {place} is {value}, but {reason}")
+                raise ModelError(f"{name}: config.json does not fit the weights: {path} is {value}, but {reason}")

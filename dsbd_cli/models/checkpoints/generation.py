@@ -89,6 +89,28 @@ def positions_of(config: Any) -> int | None:
     return int(limit) if limit and limit > 0 else None
 
 
+def eos_ids(model: Any, tokenizer: Any, *, own_too: bool = False) -> tuple[int, ...]:
+    """Return the tokens that end a text: the generation settings' if they name any, else the config's, else the
+    tokenizer's. The tokenizer's own comes first, if it is one of them.
+
+    own_too: it is one of them in any case. Raises ModelError for what is no token id.
+    """
+    for source in (getattr(model, "generation_config", None), model.config.get_text_config(decoder=True), tokenizer):
+        found = getattr(source, "eos_token_id", None)
+        if found is not None and found != []:
+            own = getattr(tokenizer, "eos_token_id", None)
+            try:
+                ids = [operator.index(token) for token in (found if isinstance(found, (list, tuple)) else [found])]
+            except TypeError:
+                wanted = "but must be a token id or a list of them"
+                raise ModelError(f"eos_token_id of the checkpoint is {shorten(found)}, {wanted}") from None
+            if own_too and own is not None:
+                ids.append(own)
+            known = dict.fromkeys(token for token in ids if token >= 0)  # a number below 0 stands for no token
+            return tuple(sorted(known, key=lambda token: token != own))
+    return ()
+
+
 def checkpoint_rules(model: Any) -> TokenRules:
     """Return the token rules of a transformers model's generation settings. Raises ModelError for values that are
     none."""

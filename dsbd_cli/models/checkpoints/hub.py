@@ -1,11 +1,10 @@
-"""Find the folder of a named model: for hub ids in the local cache first, by the network only when files are missing.
+"""Files of the hub: from the local cache first, by the network only when some are missing.
 
 The hub's library, which takes a while to import, is imported for hub ids only.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import socket
 import threading
@@ -13,10 +12,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from dsbd_cli.config.model import ModelSpec
-from dsbd_cli.errors import ModelError, ModelNotFoundError, UsageError, one_line
-from dsbd_cli.models.checkpoints.gguf_parts import gguf_parts, whole_gguf
-from dsbd_cli.models.checkpoints.registry import Location, expanded, hub_location, parts_of, resolve
+from dsbd_cli.errors import ModelNotFoundError, one_line
+from dsbd_cli.models.checkpoints.gguf_parts import gguf_parts
+from dsbd_cli.models.checkpoints.registry import Location
 
 CONNECT_TIMEOUT_S = 2.0
 
@@ -25,96 +23,8 @@ _SAFE = ["model.safetensors", "model-*.safetensors"]
 _PICKLE = ["pytorch_model.bin", "pytorch_model-*.bin"]
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken")
+VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken")
 TOKENIZER_CONFIG, CHAT_TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
-_ADAPTER_TEXT = [*_VOCABULARIES, TOKENIZER_CONFIG, CHAT_TEMPLATE, "*tokens*.json", "merges.txt"]
-
-
-def locate(spec: ModelSpec) -> Path:
-    """Return the folder with the checkpoint's files, or its GGUF file, the first of several parts. Files of the hub are
-    fetched if they are not here yet.
-
-    Its adapters are looked for, too. No tensor library is imported, so that a wrong name fails at once.
-    """
-    location = resolve(spec.source, spec.role)
-    locate_adapters(spec)
-    if location.kind == "hub":
-        return folder_of(location, spec.role)
-    folder = Path(location.path)
-    shown_name = f"{spec.role} model {spec.source!r}"
-    if location.kind == "file":
-        return whole_gguf(folder, shown_name)
-    if files := gguf_files(folder):
-        if len(files) == 1:
-            return whole_gguf(files[0], shown_name)
-        names = ", ".join(file.name for file in files)
-        raise ModelNotFoundError(f"{shown_name} holds {len(files)} GGUF files: give one of {names}")
-    if not (folder / "config.json").is_file():
-        raise ModelError(
-            f"{spec.role} model {spec.source!r}: {folder} holds no config.json, so it is no checkpoint folder"
-        )
-    return folder
-
-
-def stored_bytes(place: Path) -> int:
-    """Return the bytes of the weights in a checkpoint folder or in all parts of a GGUF file. Copies in other forms
-    beside them do not count."""
-    if place.is_file():
-        return sum(part.stat().st_size for part in gguf_parts(place))
-    for pattern in ("model.safetensors", "model-*.safetensors", "*.safetensors", "*.bin"):
-        if files := [file for file in place.glob(pattern) if file.is_file()]:
-            return sum(file.stat().st_size for file in files)
-    return 0
-
-
-def locate_adapters(spec: ModelSpec) -> list[Path]:
-    """Return the folders of a model's adapters, which are fetched from the hub if they are not here yet.
-
-    Raises ModelNotFoundError, ModelError for a folder that holds none, UsageError where adapters cannot be merged, or
-    the base's tokenizer is asked for and no adapter brings another.
-    """
-    named = (*parts_of(spec.source)[1], *spec.adapters)
-    folders = [_adapter_folder(source, f"{spec.role} adapter {source!r}") for source in named]
-    if spec.tokenizer is not None and not any(map(brought, folders)):
-        reason = f"no adapter of {spec.source} brings a tokenizer or a chat template: drop it"
-        raise UsageError(f"tokenizer is {spec.tokenizer}, but {reason}", field="tokenizer", value=spec.tokenizer)
-    if not folders:
-        return []
-    for field, value in (("device_map", spec.device_map), ("tensor_parallel", spec.tensor_parallel)):
-        if value not in (None, 1):
-            reason = "adapters are merged on one device: drop it, or load a merged checkpoint"
-            raise UsageError(f"{field} is {value}, but {reason}", field=field, value=value)
-    if importlib.util.find_spec("peft") is None:
-        raise UsageError(f"{spec.role} model {spec.source!r} has an adapter, which needs: pip install 'dsbd[adapters]'")
-    return folders
-
-
-def brought(folder: Path) -> tuple[str, ...]:
-    """Return what an adapter brings beside its weights, in words: a tokenizer, a chat template, both or neither. A
-    folder of a whole checkpoint has its own."""
-    if has_weights(folder):
-        return ()
-    settings = folder / TOKENIZER_CONFIG
-    has = {
-        "tokenizer": any(any(folder.glob(pattern)) for pattern in _VOCABULARIES),
-        "chat template": (folder / CHAT_TEMPLATE).is_file()
-        or (settings.is_file() and b'"chat_template"' in settings.read_bytes()),
-    }
-    return tuple(name for name, there in has.items() if there)
-
-
-def _adapter_folder(source: str, name: str) -> Path:
-    folder = expanded(source)
-    if not folder.exists() and (location := hub_location(source)) is not None:
-        folder = _hub_folder(location, name, ADAPTER_CONFIG, [[ADAPTER_CONFIG, ADAPTER_WEIGHTS, *_ADAPTER_TEXT]])
-    if not folder.is_dir():
-        raise ModelNotFoundError(f"{name}: there is no such folder")
-    if not (folder / ADAPTER_CONFIG).is_file():
-        raise ModelError(f"{name}: {folder} holds no {ADAPTER_CONFIG}, so it is no adapter of peft")
-    if not (folder / ADAPTER_WEIGHTS).is_file():
-        hint = ": adapter_model.bin is a pickle, save it as safetensors" if any(folder.glob("*.bin")) else ""
-        raise ModelError(f"{name}: {folder} holds no {ADAPTER_WEIGHTS}{hint}")
-    return folder
 
 
 def folder_of(location: Location, role: str) -> Path:
@@ -123,7 +33,7 @@ def folder_of(location: Location, role: str) -> Path:
     Raises ModelNotFoundError within seconds when they are not cached and the hub cannot be reached.
     """
     name = f"{role} model {shown(location)!r}"
-    folder = _hub_folder(location, name, "config.json", [[*_COMMON, *_SAFE], [*_COMMON, *_PICKLE]])
+    folder = hub_folder(location, name, "config.json", [[*_COMMON, *_SAFE], [*_COMMON, *_PICKLE]])
     if "gguf" in location.path.lower() and not has_weights(folder):
         raise ModelNotFoundError(
             f"{name} holds GGUF files: download the one you want (`hf download {location.path} FILE`, or all parts of "
@@ -137,7 +47,7 @@ def shown(location: Location) -> str:
     return location.path if location.revision is None else f"{location.path}@{location.revision}"
 
 
-def _hub_folder(location: Location, name: str, config: str, patterns: list[list[str]]) -> Path:
+def hub_folder(location: Location, name: str, config: str, patterns: list[list[str]]) -> Path:
     """Return the folder of a repository, from the cache where its files are there. patterns: those of the files to
     fetch, and further ones for where the first bring no weights."""
     from huggingface_hub import constants

@@ -36,7 +36,7 @@ def read_config(folder: Path) -> Any:
 
     Raises UnsupportedModelError for what transformers' two models lack, ModelError for settings that make no sense.
     """
-    stored = _stored(folder)
+    stored = stored_config(folder)
     if stored is None:
         return None
     from transformers import Mamba2Config, MambaConfig
@@ -108,7 +108,7 @@ def _wrong(folder: Path, key: str, value: object, expected: str) -> ModelError:
 def byte_tokenizer(folder: Path) -> Any:
     """Return the tokenizer of a model over bytes, whose tokens are the bytes themselves (MambaByte). None for any other
     folder, and for one that brings a tokenizer."""
-    stored = _stored(folder)
+    stored = stored_config(folder)
     if stored is None or stored["vocab_size"] != BYTES or any(folder.glob("tokenizer*")):
         return None
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -120,7 +120,7 @@ def byte_tokenizer(folder: Path) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
 
 
-def _stored(folder: Path) -> dict[str, Any] | None:
+def stored_config(folder: Path) -> dict[str, Any] | None:
     """Return the config.json of a checkpoint of mamba_ssm; None for any other folder."""
     try:
         stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from dsbd_cli.errors import PairError
 from dsbd_cli.models.tokenizer import HFCodec
 
@@ -16,8 +14,8 @@ def check_pair(target: HFCodec, draft: HFCodec, target_width: int, draft_width: 
     Widths of the logits may differ by padding ids, and one side may lack added tokens. Returns notes on differences
     that are harmless. Raises PairError with the first few differing tokens.
     """
-    ours, theirs = _tokens(target), _tokens(draft)
-    spare = _added(target) | _added(draft)
+    ours, theirs = ({index: token for token, index in codec.vocabulary.items()} for codec in (target, draft))
+    spare = {*target.added_tokens, *draft.added_tokens}
     excused = {i for i in spare if i not in ours or i not in theirs}
     named = sorted(ours.keys() | theirs.keys())
     wrong = [i for i in named if ours.get(i) != theirs.get(i) and i not in excused]
@@ -25,7 +23,7 @@ def check_pair(target: HFCodec, draft: HFCodec, target_width: int, draft_width: 
         raise PairError(_differing(wrong, ours, theirs))
     notes = _width_notes(ours, spare, target_width, draft_width)
     if target.eos_ids != draft.eos_ids:
-        used, left = _ids(target.eos_ids), _ids(draft.eos_ids)
+        used, left = (", ".join(map(str, codec.eos_ids)) or "none" for codec in (target, draft))
         notes += (f"end tokens differ: the target's ({used}) are used, not the draft's ({left})",)
     return notes
 
@@ -35,14 +33,6 @@ def markers(target: HFCodec, draft: HFCodec) -> dict[int, int]:
     theirs = {token.content: index for index, token in draft.added_tokens.items() if token.special}
     ours = target.added_tokens.items()
     return {index: theirs[token.content] for index, token in ours if token.special and token.content in theirs}
-
-
-def _tokens(codec: HFCodec) -> dict[int, str]:
-    return {index: token for token, index in codec.vocabulary.items()}
-
-
-def _added(codec: HFCodec) -> set[int]:
-    return set(codec.added_tokens)
 
 
 def _differing(wrong: list[int], ours: dict[int, str], theirs: dict[int, str]) -> str:
@@ -66,7 +56,3 @@ def _width_notes(named: dict[int, str], spare: set[int], target_width: int, draf
     if target_width == draft_width:
         return ()
     return (f"logits differ in padding only: {target_width} in the target, {draft_width} in the draft",)
-
-
-def _ids(ids: Sequence[int]) -> str:
-    return ", ".join(map(str, ids)) or "none"

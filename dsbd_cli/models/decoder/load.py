@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dsbd_cli.config.model import ModelSpec
-from dsbd_cli.errors import ModelError, one_line
+from dsbd_cli.models.checkpoints.checkpoint import Checkpoint, Tensors
 from dsbd_cli.models.checkpoints.generation import CheckpointSettings
 from dsbd_cli.models.checkpoints.head import TrimmedHead
 from dsbd_cli.models.checkpoints.loader import too_small
@@ -24,7 +23,7 @@ from dsbd_cli.models.decoder.forward import Decoder
 from dsbd_cli.models.decoder.own_rows import OwnRows
 from dsbd_cli.models.decoder.pack import find_outliers, pack_decoder, quantize_decoder
 from dsbd_cli.models.decoder.spec import DecoderSpec, spec_of
-from dsbd_cli.models.decoder.weights import Tensors, read_tensors, read_weights
+from dsbd_cli.models.decoder.weights import read_weights
 from dsbd_cli.models.forest_model import calibration_tokens
 from dsbd_cli.ops.interface import Ops
 from dsbd_cli.ops.select import DECODER, ops_for
@@ -34,18 +33,27 @@ SEED = 20  # of its random tokens
 
 
 @dataclass(frozen=True, slots=True)
-class DecoderCheckpoint:
-    """A checkpoint that our own decoder can run: its spec, its tensors, and the dtype and device that it computes
-    in."""
+class DecoderParts:
+    """All that our own decoder is made of.
 
+    Attributes:
+        name: of the model, as the user wrote it.
+        dtype: that it computes in. device: that it lies on.
+        head: rows that take the place of the checkpoint's head.
+    """
+
+    name: str
     spec: DecoderSpec
     tensors: Tensors
     dtype: torch.dtype
     device: torch.device
+    settings: CheckpointSettings
+    head: TrimmedHead | None = None
 
 
-def spec_or_reason(spec: ModelSpec, config: Any) -> DecoderSpec | str:
+def spec_or_reason(checkpoint: Checkpoint) -> DecoderSpec | str:
     """Return the spec of a checkpoint, or the reason why transformers runs it."""
+    spec, config = checkpoint.spec, checkpoint.config
     if spec.tensor_parallel > 1:
         return "it is split over several processes"
     if spec.device_map is not None:
@@ -55,40 +63,22 @@ def spec_or_reason(spec: ModelSpec, config: Any) -> DecoderSpec | str:
     return spec_of(config)
 
 
-def build_decoder(
-    spec: ModelSpec,
-    checkpoint: DecoderCheckpoint,
-    settings: CheckpointSettings,
-    head: TrimmedHead | None,
-    stock: Callable[[], Any],
-    kernels: frozenset[str],
-) -> DecoderForestModel:
+def build_decoder(parts: DecoderParts, stock: Callable[[], Any], kernels: frozenset[str]) -> DecoderForestModel:
     """Return a model whose products still have the checkpoint's plain weights.
 
-    head: rows that take the place of the checkpoint's head. stock: loads the model as transformers runs it. kernels:
-    names of the kernels that a GPU may run. Raises KeyError and ValueError for tensors that are missing or have other
-    shapes.
+    stock: loads the model as transformers runs it. kernels: names of the kernels that a GPU may run. Raises KeyError
+    and ValueError for tensors that are missing or have other shapes.
     """
-    decoder_spec = checkpoint.spec
-    weights = read_weights(decoder_spec, checkpoint.tensors, checkpoint.dtype, head)
-    weights.to(checkpoint.device)
-    ops = decoder_ops(decoder_spec, checkpoint.device, checkpoint.dtype, kernels)
-    model = DecoderForestModel(Decoder(decoder_spec, weights, ops), spec.source, settings, stock)
+    head = parts.head
+    weights = read_weights(parts.spec, parts.tensors, parts.dtype, head)
+    weights.to(parts.device)
+    ops = decoder_ops(parts.spec, parts.device, parts.dtype, kernels)
+    model = DecoderForestModel(Decoder(parts.spec, weights, ops), parts.name, parts.settings, stock)
     if head is not None:
         model.spread(head.ids, head.vocab_size)
         if head.bias is None:
-            model.decoder.own_rows = OwnRows.of(head.weight, head.ids, weights.table, checkpoint.dtype)
+            model.decoder.own_rows = OwnRows.of(head.weight, head.ids, weights.table, parts.dtype)
     return model
-
-
-def tensors_of(folder: Path, spec: ModelSpec) -> Tensors:
-    """Return a folder's tensors. Raises ModelError."""
-    from safetensors import SafetensorError
-
-    try:
-        return read_tensors(folder)
-    except (OSError, SafetensorError, ValueError, KeyError) as error:
-        raise ModelError(f"{spec.role} model {spec.source!r} cannot be loaded: {one_line(error)}") from error
 
 
 @torch.inference_mode()
@@ -106,17 +96,17 @@ def differs(model: DecoderForestModel, theirs: Any) -> str | None:
     tokens = drawn.to(model.device)
 
     def logits(ids: Tensor) -> Tensor:
-        found: Tensor = theirs(input_ids=ids, use_cache=False).logits[:, :count].float()
-        return found
+        result: Tensor = theirs(input_ids=ids, use_cache=False).logits[:, :count].float()
+        return result
 
-    wanted, found = logits(tokens), model.plain(tokens).float()
-    if found.shape != wanted.shape:
-        return f"its logits have {found.shape[-1]} columns and transformers' {wanted.shape[-1]}"
+    wanted, ours = logits(tokens), model.plain(tokens).float()
+    if ours.shape != wanted.shape:
+        return f"its logits have {ours.shape[-1]} columns and transformers' {wanted.shape[-1]}"
 
-    def apart(one: Tensor) -> float:
-        return float((one - wanted).square().mean().sqrt() / wanted.std())
+    def apart(result: Tensor) -> float:
+        return float((result - wanted).square().mean().sqrt() / wanted.std())
 
-    error = apart(found)
+    error = apart(ours)
     limit = limit_for(model.weights_dtype, error, lambda: apart(logits(torch.nn.functional.pad(tokens, (0, PADDING)))))
     return None if error <= limit else f"its logits are off by {error:.1g} of their spread"
 
@@ -136,14 +126,13 @@ def pack(
         return None
     if outliers is None:
         tokens = calibration_tokens(len(model.embeddings), model.max_positions)
-        found = find_outliers(decoder, lambda: model.plain(tokens))
+        channels = find_outliers(decoder, lambda: model.plain(tokens))
     else:
-        found = {name: torch.tensor(channels) for name, channels in outliers.items()}
-    if not quantize_decoder(decoder, found):
+        channels = {name: torch.tensor(numbers) for name, numbers in outliers.items()}
+    if not quantize_decoder(decoder, channels):
         raise too_small(spec, f"the {spec.role} model {spec.source!r}")
-    model.quantized = spec.quantize
     model.forget_programs()
-    return {name: channels.tolist() for name, channels in found.items()}
+    return {name: numbers.tolist() for name, numbers in channels.items()}
 
 
 def decoder_ops(

@@ -5,15 +5,13 @@ Letters: o outputs, i inputs of a product.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from dsbd_cli.models.checkpoints.checkpoint import Tensors
 from dsbd_cli.models.checkpoints.head import TrimmedHead
 from dsbd_cli.models.decoder.spec import DecoderSpec
 from dsbd_cli.ops import run
@@ -21,9 +19,6 @@ from dsbd_cli.ops.interface import Linear
 from dsbd_cli.ops.reference import Norm
 
 NORMS = ("input_norm", "attention_norm", "mlp_norm", "output_norm")
-WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-Tensors = Mapping[str, Callable[[], Tensor]]
-"""For the name of each tensor of a checkpoint, a function that reads the tensor."""
 
 
 class PlainLinear:
@@ -113,28 +108,6 @@ class DecoderWeights:
                 linear.to(device)
         if isinstance(self.head, PlainLinear):
             self.head.to(device)
-
-
-def read_tensors(folder: Path) -> Tensors:
-    """Return the tensors of a folder's safetensors files, memory-mapped: none is read before it is asked for.
-
-    Raises OSError, SafetensorError and ValueError where the files cannot be read.
-    """
-    from safetensors import safe_open
-
-    index, whole = folder / INDEX, folder / WHOLE
-    if whole.is_file():  # transformers reads no other file either
-        files = [whole]
-    elif index.is_file():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        files = [folder / name for name in names]
-    else:
-        files = sorted(folder.glob("model*.safetensors"))
-    found: dict[str, Callable[[], Tensor]] = {}
-    for path in files:
-        file = safe_open(path, "pt")
-        found.update({name: partial(file.get_tensor, name) for name in file.keys()})  # noqa: SIM118
-    return found
 
 
 def read_weights(

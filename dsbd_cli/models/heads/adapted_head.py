@@ -18,8 +18,7 @@ from dsbd_cli.errors import ModelError, one_line
 from dsbd_cli.models.adapted.adapter import LAST
 from dsbd_cli.models.adapted.causal import CausalForestModel
 from dsbd_cli.models.adapted.patching import pack, quantize
-from dsbd_cli.models.checkpoints.loader import quiet
-from dsbd_cli.models.decoder.weights import Tensors
+from dsbd_cli.models.checkpoints.checkpoint import Tensors, quiet
 from dsbd_cli.models.forest_model import BaseForestModel, ModelSize, StateTap, address
 from dsbd_cli.models.heads.formats import MTP_HEAD, HeadTensors, MtpNames, find_mtp
 from dsbd_cli.models.heads.head_model import AFTER_NORM, TargetHead, without_first

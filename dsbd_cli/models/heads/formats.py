@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.errors import ModelError, PairError, shorten
+from dsbd_cli.models.checkpoints.checkpoint import Tensors, quiet, read_tensors
 from dsbd_cli.models.checkpoints.generation import read_settings
-from dsbd_cli.models.checkpoints.loader import quiet
 from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
 from dsbd_cli.models.decoder.load import decoder_ops
 from dsbd_cli.models.decoder.spec import KNOWN, DecoderSpec, spec_of
-from dsbd_cli.models.decoder.weights import DecoderWeights, PlainLinear, Tensors, WeightReader, read_tensors
+from dsbd_cli.models.decoder.weights import DecoderWeights, PlainLinear, WeightReader
 from dsbd_cli.models.forest_model import BaseForestModel
 from dsbd_cli.models.heads.head_model import Eagle3Decoder, Eagle3Parts, HeadDecoder, MtpDecoder, MtpParts
 from dsbd_cli.ops.interface import Linear

@@ -9,11 +9,9 @@ from torch import Tensor
 
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import ModelError, PairError
-from dsbd_cli.models.checkpoints.hub import locate, locate_adapters
-from dsbd_cli.models.checkpoints.loader import check_quantize, too_small
-from dsbd_cli.models.checkpoints.placement import device_of
+from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
+from dsbd_cli.models.checkpoints.loader import check_quantize, device_of, too_small
 from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
-from dsbd_cli.models.decoder.load import tensors_of
 from dsbd_cli.models.decoder.own_rows import OWN_IDS, OwnRows
 from dsbd_cli.models.decoder.weights import PlainLinear
 from dsbd_cli.models.forest_model import BaseForestModel
@@ -24,28 +22,29 @@ from dsbd_cli.ops.reference import DeviceLinear
 TRIAL = 24  # tokens of the text by which the convention of layer numbers is found
 
 
-def names_head(spec: ModelSpec) -> bool:
+def names_head(draft: Checkpoint) -> bool:
     """Return whether a draft is a head: the target's own, or a folder that holds one."""
-    if spec.in_target:
+    if draft.spec.in_target:
         return True
-    place = locate(spec)
     try:
-        return place.is_dir() and is_head(place)
+        return draft.path.is_dir() and is_head(draft.path)
     except ModelError as error:
-        raise ModelError(f"draft model {spec.source!r} cannot be read: {error}") from None
+        raise ModelError(f"draft model {draft.spec.source!r} cannot be read: {error}") from None
 
 
-def load_head(spec: ModelSpec, target_spec: ModelSpec, target: BaseForestModel) -> TargetHead:
-    """Return a head that drafts for a target. Raises PairError and ModelError, each in one line that names the head."""
-    if (unfit := _why_unfit(target, target_spec)) is not None:
+def load_head(source: Checkpoint, draft: Checkpoint, target: BaseForestModel) -> TargetHead:
+    """Return a head that drafts for a target. source: the target's checkpoint. Raises PairError and ModelError, each in
+    one line that names the head."""
+    spec = draft.spec
+    if (unfit := _why_unfit(target, source.spec)) is not None:
         raise PairError(f"{_name(spec)} reads hidden states of the target, but {unfit}")
-    if locate_adapters(spec):
+    if draft.adapters:
         raise PairError(f"{_name(spec)} has an adapter, which a head does not take: drop it")
     if device_of(spec) != target.device:
         raise PairError(f"{_name(spec)} runs where its target does, on {target.device}: name no device for it")
     try:
-        model = _loaded(spec, target_spec, target)
-        _pack(model, spec)
+        model = _loaded(draft, source, target)
+        _pack(model, draft)
         logits = model.read(torch.zeros(1, 3, dtype=torch.int64))  # a head that cannot run fails now
         if not bool(logits.isfinite().all()):
             raise ModelError("its logits are no finite numbers, so its weights are damaged: get the files again")
@@ -58,30 +57,29 @@ def load_head(spec: ModelSpec, target_spec: ModelSpec, target: BaseForestModel) 
     return model
 
 
-def _loaded(spec: ModelSpec, target_spec: ModelSpec, target: BaseForestModel) -> TargetHead:
+def _loaded(draft: Checkpoint, source: Checkpoint, target: BaseForestModel) -> TargetHead:
     """Read a head. Raises what its readers raise."""
-    tensors = tensors_of(locate(target_spec), target_spec) if spec.in_target else {}
-    if spec.in_target and not isinstance(target, DecoderForestModel):
+    name = draft.spec.source
+    if not draft.spec.in_target:
+        parts = read_eagle3(draft.path, target)
+    elif isinstance(target, DecoderForestModel):
+        parts = read_mtp(source.tensors, target)
+    else:
         from dsbd_cli.models.heads.adapted_head import read_adapted_mtp
 
-        return read_adapted_mtp(tensors, target, spec.source)
-    if spec.in_target:
-        assert isinstance(target, DecoderForestModel)
-        found = read_mtp(tensors, target)
-    else:
-        found = read_eagle3(locate(spec), target)
-    model = HeadForestModel(target, found.decoder, found.layers[0], spec.source, found.form)
-    if found.ids is None:
+        return read_adapted_mtp(source.tensors, target, name)
+    model = HeadForestModel(target, parts.decoder, parts.layers[0], name, parts.form)
+    if parts.ids is None:
         model.fit_width(target.vocab_size)
     else:
-        model.spread(found.ids, target.vocab_size)
-        _share_rows(model, found.ids, target_spec)
+        model.spread(parts.ids, target.vocab_size)
+        _share_rows(model, parts.ids, source)
     shared = f"; {OWN_IDS}" if model.own_ids_below else ""
-    model.form = f"{found.form}; {_choose_layers(model, found)}{shared}"
+    model.form = f"{parts.form}; {_choose_layers(model, parts)}{shared}"
     return model
 
 
-def _share_rows(model: HeadForestModel, ids: Tensor, target_spec: ModelSpec) -> None:
+def _share_rows(model: HeadForestModel, ids: Tensor, source: Checkpoint) -> None:
     """Let a head whose LM head is a part of the target's take the rows of other tokens from the target's."""
     target, head = model.target, model.decoder.weights.head
     assert isinstance(head, PlainLinear)
@@ -91,42 +89,40 @@ def _share_rows(model: HeadForestModel, ids: Tensor, target_spec: ModelSpec) -> 
         theirs, scale = target.decoder.weights.head, target.decoder.spec.logit_scale
         if isinstance(theirs, DeviceLinear):
             tables.append(lambda: theirs.weight)
-        elif (place := locate(target_spec)).is_dir():
+        elif source.path.is_dir():
             # the target's packed head is no table any more, but its file still holds one
-            tables += [get for name, get in tensors_of(place, target_spec).items() if name == "lm_head.weight"]
+            tables += [get for name, get in source.tensors.items() if name == "lm_head.weight"]
     for table in tables:
         model.decoder.own_rows = OwnRows.of(head.weights[0], ids, table(), target.weights_dtype, scale)
         if model.own_ids_below:
             return
 
 
-def _pack(model: TargetHead, spec: ModelSpec) -> None:
+def _pack(model: TargetHead, draft: Checkpoint) -> None:
     """Pack a head's weights, or quantize them to int8. Raises UsageError where int8 is not possible."""
-    check_quantize(spec, None)
-    if spec.quantize is None:
+    check_quantize(draft, None)
+    if draft.spec.quantize is None:
         model.pack()
-        return
-    if not model.quantize():
-        raise too_small(spec, _name(spec))
-    model.quantized = spec.quantize
+    elif not model.quantize():
+        raise too_small(draft.spec, _name(draft.spec))
 
 
-def _choose_layers(model: HeadForestModel, found: FoundHead) -> str:
+def _choose_layers(model: HeadForestModel, parts: FoundHead) -> str:
     """Choose the layers whose hidden states let the head predict the target's own text best. Return the choice in
     words."""
-    if not found.layers[0]:
+    if not parts.layers[0]:
         return AFTER_NORM
     best, other = 0, ""
-    if len(found.layers) > 1:
+    if len(parts.layers) > 1:
         text = _greedy_text(model.target)
         losses = []
-        for layers in found.layers:
+        for layers in parts.layers:
             model.read_from(layers)
             losses.append(_loss(model, text))
         best = min(range(len(losses)), key=losses.__getitem__)
-        model.read_from(found.layers[best])
+        model.read_from(parts.layers[best])
         other = f" (loss {losses[best]:.2f} on a text of the target; {losses[1 - best]:.2f} one layer off)"
-    return f"it reads the states after {', '.join(map(str, found.layers[best]))} layers{other}"
+    return f"it reads the states after {', '.join(map(str, parts.layers[best]))} layers{other}"
 
 
 @torch.inference_mode()
@@ -144,10 +140,10 @@ def _loss(model: HeadForestModel, text: Sequence[int]) -> float:
     """Return the mean loss, in nats, of the text under the head, where it reads true states alone; tokens that the
     head lacks are left out."""
     tokens = torch.tensor([text], device=model.device)
-    found = model.read(tokens)
+    logits = model.read(tokens)
     wide = torch.full((len(text), model.vocab_size), float("-inf"), device=model.device)
     columns = slice(None) if model.head_ids is None else model.head_ids
-    wide[:, columns] = found[0].float()
+    wide[:, columns] = logits[0].float()
     # the first token has no state before it
     said: Tensor = wide.log_softmax(-1)[1:-1].gather(1, tokens[0, 2:, None])
     there = said[said > float("-inf")]

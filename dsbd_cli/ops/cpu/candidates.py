@@ -29,7 +29,8 @@ class CandidatesArguments(ctypes.Structure):
 
 
 _names = [field[0] for field in CandidatesArguments._fields_]
-CANDIDATES: Any = namedtuple("Offsets", _names)._make(offsets(CandidatesArguments))
+_Offsets: Any = namedtuple("Offsets", _names)  # type: ignore[misc]
+CANDIDATES = _Offsets(*offsets(CandidatesArguments))
 LAYOUT = layout(CandidatesArguments)
 
 

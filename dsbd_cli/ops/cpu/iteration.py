@@ -36,7 +36,8 @@ class Arguments(ctypes.Structure):
 
 
 _names = [field[0] for field in Arguments._fields_]
-AT: Any = namedtuple("Offsets", _names)._make(offsets(Arguments))
+_Offsets: Any = namedtuple("Offsets", _names)  # type: ignore[misc]
+AT = _Offsets(*offsets(Arguments))
 LAYOUT = layout(Arguments, constants=declared.CONSTANTS)
 
 

@@ -45,7 +45,8 @@ class ScanArguments(ctypes.Structure):
 
 
 _names = [field[0] for field in ScanArguments._fields_]
-AT: Any = namedtuple("Offsets", _names)._make(offsets(ScanArguments))
+_Offsets: Any = namedtuple("Offsets", _names)  # type: ignore[misc]
+AT = _Offsets(*offsets(ScanArguments))
 LAYOUT = layout(ScanArguments)
 
 

@@ -15,6 +15,7 @@ from dsbd_cli.lab.peers.config import PeerConfig
 from dsbd_cli.lab.peers.transformers_generate import TransformersPeer
 from dsbd_cli.lab.tasks.choose import TASKS
 from dsbd_cli.models.adapted.patching import PackedLinear
+from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
 from dsbd_cli.models.forest_model import BaseForestModel
 from dsbd_cli.models.tokenizer import HFCodec
 from dsbd_cli.ops.select import packing_works
@@ -110,7 +111,7 @@ def test_transformers_runs_plain_weights(engine: Engine, tmp_path: Path) -> None
     from dsbd_cli.models.load_model import load_model
     from tests.helpers.checkpoints import save
 
-    adapted = load_model(ModelSpec(str(save(tmp_path, "opt")), device="cpu"))[0]
+    adapted = load_model(Checkpoint.open(ModelSpec(str(save(tmp_path, "opt")), device="cpu"))).model
     assert PackedLinear in [type(layer) for layer in adapted.module.modules()]  # type: ignore[attr-defined]
     for forest in (adapted, engine.target):
         assert isinstance(forest, BaseForestModel)

@@ -20,6 +20,7 @@ from dsbd_cli import Request, SamplingConfig
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import InvalidRowError, ModelError
 from dsbd_cli.models.adapted.encoder_inputs import Seq2SeqCodec
+from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
 from dsbd_cli.models.load_adapted import _source_codec
 from tests.helpers.checkpoints import wrap
 
@@ -147,4 +148,4 @@ def test_a_checkpoint_without_a_first_token_is_refused(settings: dict[str, int],
     """Guards "prompt holds token id 97" for every row, whose prompts hold no such token."""
     model = SimpleNamespace(config=SimpleNamespace(model_type="bart"), generation_config=SimpleNamespace(**settings))
     with pytest.raises(ModelError, match=f"target model 'x': {said}"):
-        _source_codec(ModelSpec("x"), model, nllb(), (2,), 97)
+        _source_codec(Checkpoint(ModelSpec("x"), Path()), model, nllb(), (2,), 97)

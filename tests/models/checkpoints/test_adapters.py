@@ -21,8 +21,7 @@ import dsbd_cli
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import DsbdError
 from dsbd_cli.models.checkpoints.catalog import tokenizer_of
-from dsbd_cli.models.checkpoints.digest import checkpoint_digest
-from dsbd_cli.models.checkpoints.hub import locate, locate_adapters
+from dsbd_cli.models.checkpoints.checkpoint import Checkpoint, open_pair
 from dsbd_cli.models.checkpoints.loader import load_network
 from dsbd_cli.models.checkpoints.registry import parts_of
 from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
@@ -106,7 +105,7 @@ def test_the_weights_are_those_of_the_merged_model(name: str, tmp_path: Path) ->
     model = BUILD[name](name)
     base = saved(tmp_path / "base", model)
     merged = adapt(model, tmp_path / "adapter").state_dict()
-    found = load_network(spec_of(f"{base}+{tmp_path / 'adapter'}")).state_dict()
+    found = load_network(Checkpoint.open(spec_of(f"{base}+{tmp_path / 'adapter'}"))).state_dict()
     assert found.keys() == merged.keys()
     assert all(torch.equal(found[key], merged[key]) for key in merged)
     plain = model.state_dict()
@@ -141,7 +140,7 @@ def test_kinds_of_adapters(
     assert found == answers(saved(tmp_path / "merged", merged))
     assert found != plain
     forest: Any = engine.target
-    assert isinstance(forest, DecoderForestModel), forest.notes
+    assert isinstance(forest, DecoderForestModel)
     assert forest.invariant
 
 
@@ -175,7 +174,7 @@ def test_int8_is_that_of_the_merged_checkpoint(tmp_path: Path, monkeypatch: pyte
     base = save_decoder(tmp_path / "base", model, torch.bfloat16)
     adapt(model.to(torch.bfloat16), tmp_path / "adapter")
     folder = f"{base}+{tmp_path / 'adapter'}"
-    merged = saved(tmp_path / "merged", load_network(spec_of(folder, dtype="bfloat16")))
+    merged = saved(tmp_path / "merged", load_network(Checkpoint.open(spec_of(folder, dtype="bfloat16"))))
     asked = {"dtype": "bfloat16", "quantize": "int8"}
     assert answers(folder, **asked) == answers(merged, **asked) != answers(base, **asked)
 
@@ -187,10 +186,10 @@ def test_a_changed_adapter_is_another_model(tmp_path: Path) -> None:
     both = spec_of(f"{base}+{other}")
 
     def found() -> str:
-        return fingerprint(both, locate(both), *locate_adapters(both))
+        return fingerprint(both, Checkpoint.open(both).files)
 
     first = found()
-    assert found() == first != fingerprint(both, base)
+    assert found() == first != fingerprint(both, base.iterdir())
     tensors = load_file(other / "adapter_model.safetensors")
     save_file({**tensors, "more": torch.ones(1)}, other / "adapter_model.safetensors")
     assert found() != first
@@ -232,8 +231,8 @@ def bring(adapter: Path, template: str | None = OWN, **changes: Any) -> Any:
 
 
 def codec_of(base: Path, adapter: Path, **more: Any) -> tuple[HFCodec, tuple[str, ...]]:
-    model, codec = load_model(spec_of(f"{base}+{adapter}", **more))
-    return codec, model.notes
+    _, codec, report = load_model(Checkpoint.open(spec_of(f"{base}+{adapter}", **more)))
+    return codec, report.notes
 
 
 def shown(codec: HFCodec) -> str:
@@ -302,20 +301,20 @@ def test_the_bases_tokenizer_is_asked_for_in_vain(based: tuple[Path, Path]) -> N
     base, adapter = based
     for source in (f"{base}+{adapter}", str(base)):
         with pytest.raises(DsbdError, match=r"^tokenizer is base, but no adapter of .* brings a tokenizer or a chat"):
-            locate(spec_of(source, tokenizer="base"))
+            Checkpoint.open(spec_of(source, tokenizer="base"))
 
 
 def test_digests_tell_whose_tokenizer_is_used(based: tuple[Path, Path]) -> None:
     base, adapter = based
     spec = spec_of(f"{base}+{adapter}")
-    before = checkpoint_digest(spec)
+    before = Checkpoint.open(spec).digests
     bring(adapter)
-    first = checkpoint_digest(spec)
+    first = Checkpoint.open(spec).digests
     bring(adapter, template=BASE)
-    found = [before, first, checkpoint_digest(spec)]
+    found = [before, first, Checkpoint.open(spec).digests]
     assert len({one["tokenizer"] for one in found}) == 3
     assert len({one["weights"] for one in found}) == len({one["config"] for one in found}) == 1
-    assert checkpoint_digest(replace(spec, tokenizer="base")) == before
+    assert Checkpoint.open(replace(spec, tokenizer="base")).digests == before
 
 
 def test_names_with_a_plus_that_are_there_are_names(tmp_path: Path) -> None:
@@ -399,7 +398,7 @@ def test_refusals(make: Any, said: str, tmp_path: Path) -> None:
     base = save_decoder(tmp_path / "base", build_decoder("llama"))
     make(tmp_path / "adapter")
     with pytest.raises(DsbdError, match=said) as caught:
-        load_model(spec_of(f"{base}+{tmp_path / 'adapter'}"))
+        load_model(Checkpoint.open(spec_of(f"{base}+{tmp_path / 'adapter'}")))
     assert "target adapter" in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -414,10 +413,10 @@ def test_an_adapter_beside_the_weights_is_merged_where_it_is_named(tmp_path: Pat
     tokens = torch.arange(5, 25).reshape(1, 20)
     for _ in range(2):
         for source, wanted, notes in ((both, own, (note,)), (f"{both}+{both}", merged, ())):
-            forest = load_model(spec_of(source))[0]
+            forest, _, report = load_model(Checkpoint.open(spec_of(source)))
             assert isinstance(forest, DecoderForestModel)
-            assert forest.notes == notes
-            assert torch.equal(forest.plain(tokens), load_model(spec_of(wanted))[0].plain(tokens))
+            assert report.notes == notes
+            assert torch.equal(forest.plain(tokens), load_model(Checkpoint.open(spec_of(wanted))).model.plain(tokens))
 
 
 def test_what_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -431,7 +430,7 @@ def test_what_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         (f"{base}+org/adapter", "target adapter 'org/adapter' is not in the hub cache"),
     ):
         with pytest.raises(DsbdError, match=said):
-            locate(spec_of(source))
+            Checkpoint.open(spec_of(source))
 
 
 def test_where_adapters_cannot_be_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -440,15 +439,15 @@ def test_where_adapters_cannot_be_merged(tmp_path: Path, monkeypatch: pytest.Mon
     adapt(model, tmp_path / "adapter")
     both = f"{base}+{tmp_path / 'adapter'}"
     with pytest.raises(DsbdError, match="device_map is auto, but adapters are merged on one device"):
-        locate(ModelSpec(both, device_map="auto"))
+        Checkpoint.open(ModelSpec(both, device_map="auto"))
     with pytest.raises(DsbdError, match="tensor_parallel is 2, but adapters are merged on one device"):
-        locate(ModelSpec(both, tensor_parallel=2))
-    forest, _ = load_model(spec_of(base))
+        Checkpoint.open(ModelSpec(both, tensor_parallel=2))
+    forest = load_model(Checkpoint.open(spec_of(base))).model
     with pytest.raises(DsbdError, match="has an adapter, which a head does not take"):
-        load_head(spec_of(both, role="draft"), spec_of(base), forest)
+        load_head(*open_pair(spec_of(base), spec_of(both, role="draft")), forest)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(DsbdError, match=r"pip install 'dsbd\[adapters\]'"):
-        locate(spec_of(both))
+        Checkpoint.open(spec_of(both))
 
 
 def test_an_adapter_of_the_hub_is_read_from_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -466,4 +465,4 @@ def test_an_adapter_of_the_hub_is_read_from_its_cache(tmp_path: Path, monkeypatc
     wanted = answers(f"{base}+{tmp_path / 'adapter'}")
     assert answers(f"{base}+org/adapter") == answers(f"{base}+org/adapter@v2") == wanted
     with pytest.raises(DsbdError, match="'org/adapter@v3' is not in the hub cache"):
-        locate(spec_of(f"{base}+org/adapter@v3"))
+        Checkpoint.open(spec_of(f"{base}+org/adapter@v3"))

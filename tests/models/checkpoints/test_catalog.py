@@ -9,7 +9,7 @@ import pytest
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import ModelNotFoundError
 from dsbd_cli.models.checkpoints import hub
-from dsbd_cli.models.checkpoints.catalog import local_folder
+from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
 
 
 def test_no_adapter_is_fetched(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -17,4 +17,4 @@ def test_no_adapter_is_fetched(checkpoint: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(hub, "reachable", lambda endpoint: pytest.fail("the hub is asked"))
     for spec in (ModelSpec(f"{checkpoint}+org/lora@v1"), ModelSpec(str(checkpoint), adapters=("org/lora",))):
         with pytest.raises(ModelNotFoundError, match=r"target adapter 'org/lora.* is not on this machine: fetch it"):
-            local_folder(spec)
+            Checkpoint.open(spec, fetch=False)

@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from dsbd_cli import ModelSpec, load
 from dsbd_cli.errors import UsageError
+from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
 
 
 def quantized(folder: Path, scheme: str, form: str) -> LlamaForCausalLM:
@@ -19,7 +20,7 @@ def quantized(folder: Path, scheme: str, form: str) -> LlamaForCausalLM:
     compressors = pytest.importorskip("compressed_tensors.compressors")
     from dsbd_cli.models.checkpoints.loader import load as load_checkpoint
 
-    _, tokenizer = load_checkpoint(ModelSpec("builtin:target"))
+    _, tokenizer = load_checkpoint(Checkpoint.open(ModelSpec("builtin:target")))
     torch.manual_seed(0)
     shape = LlamaConfig(
         vocab_size=len(tokenizer),

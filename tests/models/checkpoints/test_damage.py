@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import ModelError
 from dsbd_cli.models import load_model as loading
-from dsbd_cli.models.checkpoints.damage import check_checkpoint, check_numbers, read_headers
-from dsbd_cli.models.checkpoints.hub import stored_bytes
-from dsbd_cli.models.checkpoints.loader import load
+from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
+from dsbd_cli.models.checkpoints.damage import check_checkpoint, read_headers
+from dsbd_cli.models.checkpoints.loader import check_numbers, load
 from tests.helpers.tiny import V
 
 INFINITE = b'{"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 1e999]}}'
@@ -39,7 +39,7 @@ def change(folder: Path, **fields: Any) -> None:
 def refused(folder: Path) -> str:
     """The one line that is said of it."""
     with pytest.raises(ModelError) as caught:
-        load(ModelSpec(str(folder), device="cpu"))
+        load(Checkpoint.open(ModelSpec(str(folder), device="cpu")))
     said = str(caught.value)
     assert "\n" not in said
     assert said.startswith(f"target model '{folder}'")
@@ -110,9 +110,10 @@ def test_a_link_that_leads_nowhere_has_no_size(folder: Path) -> None:
     """Guards a traceback for a folder of the hub's cache whose blobs are gone."""
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors").symlink_to(folder / "gone")
-    assert stored_bytes(folder) == 0
+    checkpoint = Checkpoint.open(ModelSpec(str(folder), device="cpu"))
+    assert checkpoint.weight_bytes == 0
     with pytest.raises(ModelError, match="cannot be loaded: No such file or directory"):
-        loading.load_model(ModelSpec(str(folder), device="cpu"))
+        loading.load_model(checkpoint)
 
 
 def test_shards_that_an_index_names_are_read(folder: Path) -> None:
@@ -125,7 +126,7 @@ def test_shards_that_an_index_names_are_read(folder: Path) -> None:
         part = {name: weights[name] for name in names if places[name] == file}
         save_file(part, folder / file, {"format": "pt"})
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
-    load(ModelSpec(str(folder), device="cpu"))
+    load(Checkpoint.open(ModelSpec(str(folder), device="cpu")))
     change(folder, num_hidden_layers=10**8)
     assert refused(folder).endswith(f"but the weights are {len(names)} tensors")
 
@@ -165,7 +166,7 @@ def test_a_clone_without_its_large_files_is_told_as_such(name: str, folder: Path
     pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 12345\n"
     if name == "pytorch_model.bin":
         (folder / name).write_text(pointer)
-        load(ModelSpec(str(folder), device="cpu"))  # which is not read beside safetensors
+        load(Checkpoint.open(ModelSpec(str(folder), device="cpu")))  # which is not read beside safetensors
         (folder / "model.safetensors").unlink()
     (folder / name).write_text(pointer)
     assert refused(folder).startswith(f"{name} is a pointer of Git LFS, not the file itself: run git lfs pull")
@@ -195,25 +196,26 @@ def test_a_large_model_is_told_before_and_after(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Guards a minute of silence, and lines about what takes no time."""
-    spec, size = ModelSpec(str(checkpoint), device="cpu"), stored_bytes(checkpoint)
+    opened = Checkpoint.open(ModelSpec(str(checkpoint), device="cpu"))
+    size = opened.weight_bytes
     assert size == (checkpoint / "model.safetensors").stat().st_size
     with caplog.at_level(logging.INFO, "dsbd_cli.models.load_model"):
-        loading.load_model(spec)
+        loading.load_model(opened)
         assert caplog.messages == []
         monkeypatch.setattr(loading, "LARGE_BYTES", size)
-        real, seen = loading._loaded, []
+        real, seen = loading._load, []
 
-        def noting(spec: ModelSpec, **more: Any) -> Any:
+        def noting(checkpoint: Checkpoint, **more: Any) -> Any:
             seen.extend(caplog.messages)
-            return real(spec, **more)
+            return real(checkpoint, **more)
 
-        monkeypatch.setattr(loading, "_loaded", noting)
-        loading.load_model(spec)
+        monkeypatch.setattr(loading, "_load", noting)
+        loading.load_model(opened)
     assert seen == [f"loading {checkpoint} (0 MB)"]
     assert len(caplog.messages) == 2
     assert caplog.messages[1].startswith(f"loaded {checkpoint} in ")
     caplog.clear()
-    monkeypatch.setattr(loading, "stored_bytes", lambda place: 3_100_000_000)
+    monkeypatch.setattr(Checkpoint, "weight_bytes", 3_100_000_000)
     with caplog.at_level(logging.INFO, "dsbd_cli.models.load_model"):
-        loading.load_model(spec)
+        loading.load_model(opened)
     assert caplog.messages[0] == f"loading {checkpoint} (3.1 GB)"

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dsbd_cli.config.model import ModelSpec
-from dsbd_cli.models.checkpoints.digest import SAMPLES, checkpoint_digest, commit_of
+from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
+from dsbd_cli.models.checkpoints.digest import SAMPLES
 from tests.models.checkpoints.test_adapters import adapt
 from tests.models.checkpoints.test_loader import cache_as, hub_cache  # noqa: F401
 from tests.models.decoders import build_decoder, save_decoder
@@ -31,14 +32,14 @@ def folder(saved: Path, tmp_path: Path) -> Path:
 
 
 def changed(before: dict[str, str], source: object) -> set[str]:
-    now = checkpoint_digest(ModelSpec(str(source)))
+    now = Checkpoint.open(ModelSpec(str(source))).digests
     return {part for part in PARTS if now[part] != before[part]}
 
 
 def test_a_copy_is_the_same(saved: Path, folder: Path) -> None:
     """Other files beside it do not count."""
     (folder / "README.md").write_text("read me", encoding="utf-8")
-    before = checkpoint_digest(ModelSpec(str(saved)))
+    before = Checkpoint.open(ModelSpec(str(saved))).digests
     assert tuple(before) == PARTS
     assert all(len(digest) == 16 for digest in before.values())
     assert changed(before, folder) == set()
@@ -46,7 +47,7 @@ def test_a_copy_is_the_same(saved: Path, folder: Path) -> None:
 
 def test_a_change_is_of_its_part(saved: Path, folder: Path) -> None:
     """Also one that leaves the size of the weights as it is, in any of the tensors."""
-    before = checkpoint_digest(ModelSpec(str(saved)))
+    before = Checkpoint.open(ModelSpec(str(saved))).digests
     settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     (folder / "config.json").write_text(json.dumps({**settings, "rms_norm_eps": 0.5}), encoding="utf-8")
     assert changed(before, folder) == {"config"}
@@ -67,7 +68,7 @@ def test_more_tensors_than_blocks(tmp_path: Path, saved: Path) -> None:
     save_file(many, tmp_path / "one" / "model.safetensors")
     save_file({**many, "t0": many["t0"] + 1}, tmp_path / "two" / "model.safetensors")
     save_file({name: tensor + 1 for name, tensor in many.items()}, tmp_path / "three" / "model.safetensors")
-    before = checkpoint_digest(ModelSpec(str(tmp_path / "one")))
+    before = Checkpoint.open(ModelSpec(str(tmp_path / "one"))).digests
     assert changed(before, tmp_path / "three") == {"weights"}
     assert changed(before, tmp_path / "one") == set()
 
@@ -92,18 +93,18 @@ def headed(text: bytes) -> bytes:
 def test_a_damaged_file_has_one(text: bytes, folder: Path, saved: Path) -> None:
     """That it is damaged is told when it is loaded."""
     (folder / "model.safetensors").write_bytes(text)
-    assert changed(checkpoint_digest(ModelSpec(str(saved))), folder) == {"weights"}
+    assert changed(Checkpoint.open(ModelSpec(str(saved))).digests, folder) == {"weights"}
 
 
 def test_adapters_count(saved: Path, tmp_path: Path) -> None:
-    before = checkpoint_digest(ModelSpec(str(saved)))
+    before = Checkpoint.open(ModelSpec(str(saved))).digests
     for number in (1, 2):
         adapt(build_decoder("llama"), tmp_path / f"{number}", seed=number)
     one, both, turned = (f"{saved}+{'+'.join(str(tmp_path / n) for n in names)}" for names in ("1", "12", "21"))
     assert changed(before, one) == {"weights"}
-    assert changed(checkpoint_digest(ModelSpec(one)), both) == {"weights"}
-    assert changed(checkpoint_digest(ModelSpec(both)), turned) == {"weights"}
-    before = checkpoint_digest(ModelSpec(one))
+    assert changed(Checkpoint.open(ModelSpec(one)).digests, both) == {"weights"}
+    assert changed(Checkpoint.open(ModelSpec(both)).digests, turned) == {"weights"}
+    before = Checkpoint.open(ModelSpec(one)).digests
     for name in ("README.md", "optimizer.pt"):  # which peft and a trainer leave there, and no run reads
         (tmp_path / "1" / name).write_text("other", encoding="utf-8")
     assert changed(before, one) == set()
@@ -113,6 +114,6 @@ def test_adapters_count(saved: Path, tmp_path: Path) -> None:
 
 def test_the_commit_of_a_hub_model(hub_cache: Path, saved: Path) -> None:  # noqa: F811
     cache_as(hub_cache, "org/model", saved)
-    assert commit_of(ModelSpec("org/model")) == "0" * 40
-    assert commit_of(ModelSpec(str(saved))) is None
-    assert checkpoint_digest(ModelSpec("org/model")) == checkpoint_digest(ModelSpec(str(saved)))
+    assert Checkpoint.open(ModelSpec("org/model")).commit == "0" * 40
+    assert Checkpoint.open(ModelSpec(str(saved))).commit is None
+    assert Checkpoint.open(ModelSpec("org/model")).digests == Checkpoint.open(ModelSpec(str(saved))).digests

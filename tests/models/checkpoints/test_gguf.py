@@ -10,6 +10,7 @@ import torch
 from transformers import Qwen2ForCausalLM
 
 from dsbd_cli import ModelSpec, Request, SamplingConfig, UsageError, load
+from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
 from dsbd_cli.models.checkpoints.loader import load as load_checkpoint
 from tests.helpers.tiny_gguf import WORDS, tiny_qwen2, write_gguf
 
@@ -27,7 +28,7 @@ def file(original: Qwen2ForCausalLM, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def test_a_gguf_file_is_the_model_that_was_put_into_it(file: Path, original: Qwen2ForCausalLM) -> None:
-    model, tokenizer = load_checkpoint(ModelSpec(str(file), dtype="float32"))
+    model, tokenizer = load_checkpoint(Checkpoint.open(ModelSpec(str(file), dtype="float32")))
     ids = torch.tensor([[1, 5, 9, 22]])
     with torch.no_grad():
         assert torch.equal(model(ids).logits, original(ids).logits)

@@ -15,9 +15,8 @@ from transformers.integrations.gguf.reader import GgufHeader
 from dsbd_cli import ModelError, ModelNotFoundError, ModelSpec
 from dsbd_cli.models import verdicts
 from dsbd_cli.models.checkpoints.catalog import _state
-from dsbd_cli.models.checkpoints.digest import checkpoint_digest
+from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
 from dsbd_cli.models.checkpoints.gguf_parts import gguf_parts
-from dsbd_cli.models.checkpoints.hub import locate, stored_bytes
 from dsbd_cli.models.checkpoints.loader import load as load_checkpoint
 from tests.helpers.tiny_gguf import WORDS, tiny_qwen2, write_gguf
 
@@ -54,7 +53,7 @@ def test_any_part_is_the_model_that_was_put_into_all(made: Path, original: Qwen2
     count = last(made)
     assert count > 3
     source = {"first": part(made, 1), "middle": part(made, 2), "last": part(made, count), "folder": made}[named]
-    model, tokenizer = load_checkpoint(ModelSpec(str(source), dtype="float32"))
+    model, tokenizer = load_checkpoint(Checkpoint.open(ModelSpec(str(source), dtype="float32")))
     ids = torch.tensor([[1, 5, 9, 22]])
     with torch.no_grad():
         assert torch.equal(model(ids).logits, original(ids).logits)
@@ -63,7 +62,7 @@ def test_any_part_is_the_model_that_was_put_into_all(made: Path, original: Qwen2
 
 def test_nothing_is_left_replaced(made: Path) -> None:
     reader, header = gguf.GGUFReader, vars(GgufHeader)["from_file"]
-    load_checkpoint(ModelSpec(str(part(made, 1)), dtype="float32"))
+    load_checkpoint(Checkpoint.open(ModelSpec(str(part(made, 1)), dtype="float32")))
     assert gguf.GGUFReader is reader
     assert vars(GgufHeader)["from_file"] is header
 
@@ -74,22 +73,23 @@ def test_half_precision_in_parts(original: Qwen2ForCausalLM, tmp_path: Path) -> 
     write_gguf(original, tmp_path / "tiny.gguf", most_tensors=5, dtype=np.float16)
     ids = torch.tensor([[1, 5, 9, 22]])
     sources = (tmp_path / "one" / "tiny.gguf", part(tmp_path, 1))
-    models = [load_checkpoint(ModelSpec(str(source), dtype="float32"))[0] for source in sources]
+    models = [load_checkpoint(Checkpoint.open(ModelSpec(str(source), dtype="float32")))[0] for source in sources]
     with torch.no_grad():
         assert torch.equal(models[0](ids).logits, models[1](ids).logits)
 
 
 def test_digests_and_verdicts_see_all_parts(folder: Path) -> None:
     spec = ModelSpec(str(part(folder, 1)))
-    before, verdict = checkpoint_digest(spec), verdicts.fingerprint(spec, *gguf_parts(locate(spec)))
-    assert checkpoint_digest(ModelSpec(str(part(folder, 2)))) == before
-    assert stored_bytes(locate(spec)) == sum(file.stat().st_size for file in folder.iterdir())
+    opened = Checkpoint.open(spec)
+    before, verdict = opened.digests, verdicts.fingerprint(spec, opened.files)
+    assert Checkpoint.open(ModelSpec(str(part(folder, 2)))).digests == before
+    assert opened.weight_bytes == sum(file.stat().st_size for file in folder.iterdir())
     changed = part(folder, last(folder))
     content = bytearray(changed.read_bytes())
     content[-64:] = bytes(64)
     changed.write_bytes(content)
-    assert checkpoint_digest(spec)["weights"] != before["weights"]
-    assert verdicts.fingerprint(spec, *gguf_parts(locate(spec))) != verdict
+    assert opened.digests["weights"] != before["weights"]
+    assert verdicts.fingerprint(spec, opened.files) != verdict
 
 
 @pytest.mark.parametrize("missing", [[1], [2], [3, 4]])
@@ -100,7 +100,7 @@ def test_a_missing_part_is_named(folder: Path, missing: list[int]) -> None:
     more = " and 1 more" if len(names) == 2 else ""
     for source in (next(folder.glob("*.gguf")), folder):
         with pytest.raises(ModelError, match=f"of its 4 parts {names[0]}{more} is missing"):
-            load_checkpoint(ModelSpec(str(source)))
+            load_checkpoint(Checkpoint.open(ModelSpec(str(source))))
         assert _state(str(source)) == "partly here"
 
 
@@ -116,7 +116,7 @@ def test_damage_in_any_part_is_told(folder: Path) -> None:
     ):
         damaged.write_bytes(bad)
         with pytest.raises(ModelError, match=told) as caught:
-            load_checkpoint(spec)
+            load_checkpoint(Checkpoint.open(spec))
         assert damaged.name in str(caught.value) or "its parts" in str(caught.value)
         assert "\n" not in str(caught.value)
 
@@ -129,4 +129,4 @@ def test_a_name_that_is_no_part(tmp_path: Path) -> None:
         "a-00002-of-00002.GGUF",
     ]
     with pytest.raises(ModelNotFoundError, match="there is no such file"):
-        locate(ModelSpec(str(tmp_path / "a-00001-of-00002.gguf")))
+        Checkpoint.open(ModelSpec(str(tmp_path / "a-00001-of-00002.gguf")))

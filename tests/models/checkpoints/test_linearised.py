@@ -15,6 +15,7 @@ from torch import Tensor
 from dsbd_cli.cli.app import run
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import ModelError, UnsupportedModelError
+from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
 from dsbd_cli.models.checkpoints.linearised import mark
 from dsbd_cli.models.checkpoints.loader import load
 from dsbd_cli.models.recurrent.linearised_model import LinearisedLlama, causal_conv1d_fn, grouped_linear_attention
@@ -67,7 +68,7 @@ def published(folder: Path) -> str:
 
 
 def test_no_logit_sees_a_later_token(tmp_path: Path) -> None:
-    model, _ = load(ModelSpec(published(tmp_path)))
+    model, _ = load(Checkpoint.open(ModelSpec(published(tmp_path))))
     assert isinstance(model, LinearisedLlama)
     ids = torch.randint(3, 200, (1, 90), generator=torch.Generator().manual_seed(1))
     other = ids.clone()
@@ -82,7 +83,7 @@ def test_weights_that_are_found_too_late_are_an_error(tmp_path: Path) -> None:
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
     with pytest.raises(UnsupportedModelError, match=r"self_attn\.dwconv\.weight"):
-        load(ModelSpec(str(folder)))
+        load(Checkpoint.open(ModelSpec(str(folder))))
 
 
 @pytest.mark.parametrize("size", ["x", -1, 0, 2.5])
@@ -112,7 +113,7 @@ def test_the_command(tmp_path: Path) -> None:
 
     plain = texts("--draft", "none", "--decode", "search")
     assert texts("--draft", draft, "--decode", "search", "--depth", "3") == plain
-    model, tokenizer = load(ModelSpec(target))
+    model, tokenizer = load(Checkpoint.open(ModelSpec(target)))
     ids = torch.tensor([tokenizer(prompt)["input_ids"]])
     model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids("</s>")
     ours = model.generate(ids, num_beams=2, do_sample=False, max_new_tokens=24, pad_token_id=0)

@@ -20,7 +20,9 @@ from transformers import LlamaConfig
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import ModelError, ModelNotFoundError, UnsupportedModelError, UsageError
 from dsbd_cli.models.checkpoints import hub, loader
-from dsbd_cli.models.checkpoints.loader import eos_ids, load, load_config
+from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
+from dsbd_cli.models.checkpoints.generation import eos_ids
+from dsbd_cli.models.checkpoints.loader import load
 from dsbd_cli.ops.select import packing_works
 from tests.helpers.checkpoints import save
 
@@ -53,16 +55,16 @@ def test_a_revision_is_that_of_the_cache(hub_cache: Path, checkpoint: Path) -> N
     shutil.copytree(checkpoint, home / "snapshots" / ("1" * 40))
     (home / "refs" / "v1").write_text("1" * 40, encoding="utf-8")
     for source, commit in (("org/model", "0"), ("org/model@v1", "1"), ("org/model@" + "1" * 40, "1")):
-        assert hub.locate(ModelSpec(source)).name == commit * 40
+        assert Checkpoint.open(ModelSpec(source)).path.name == commit * 40
     with pytest.raises(ModelNotFoundError, match="'org/model@v2' is not in the hub cache"):
-        hub.locate(ModelSpec("org/model@v2"))
+        Checkpoint.open(ModelSpec("org/model@v2"))
     with pytest.raises(ModelNotFoundError, match="there is no such folder"):
-        hub.locate(ModelSpec(f"{checkpoint}@v1"))
+        Checkpoint.open(ModelSpec(f"{checkpoint}@v1"))
 
 
 def test_folder_loads_quietly(checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Guards half precision on the CPU, training mode, gradients, and progress bars on stderr."""
-    model, tokenizer = load(ModelSpec(str(checkpoint), device="cpu"))
+    model, tokenizer = load(Checkpoint.open(ModelSpec(str(checkpoint), device="cpu")))
     assert model.dtype == torch.float32
     assert not model.training
     assert not any(parameter.requires_grad for parameter in model.parameters())
@@ -72,7 +74,7 @@ def test_folder_loads_quietly(checkpoint: Path, capfd: pytest.CaptureFixture[str
 
 def test_dtype_as_asked(checkpoint: Path) -> None:
     """Guards --dtype."""
-    model, _ = load(ModelSpec(str(checkpoint), device="cpu", dtype="bfloat16"))
+    model, _ = load(Checkpoint.open(ModelSpec(str(checkpoint), device="cpu", dtype="bfloat16")))
     assert model.dtype == torch.bfloat16
 
 
@@ -82,16 +84,18 @@ def test_dtype_auto_on_the_cpu_rounds_nothing(
     """Large bfloat16 weights stay so where the processor has it; wider ones are never made narrower."""
     monkeypatch.setattr(loader, "SMALL_BYTES", 1000)
     for stored in (torch.float32, torch.bfloat16, torch.float16):
-        model, tokenizer = load(ModelSpec(str(checkpoint), device="cpu"))
+        model, tokenizer = load(Checkpoint.open(ModelSpec(str(checkpoint), device="cpu")))
         folder = tmp_path / str(stored)
         model.to(stored).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         kept = stored == torch.bfloat16 and packing_works(torch.bfloat16)
-        loaded, _ = load(ModelSpec(str(folder), device="cpu"))
+        loaded, _ = load(Checkpoint.open(ModelSpec(str(folder), device="cpu")))
         assert loaded.dtype == (torch.bfloat16 if kept else torch.float32)
         torch.save(model.state_dict(), folder / "pytorch_model.bin")
         (folder / "model.safetensors").unlink()
-        assert load(ModelSpec(str(folder), device="cpu"))[0].dtype == loaded.dtype, "a pickle's bytes count"
+        assert load(Checkpoint.open(ModelSpec(str(folder), device="cpu")))[0].dtype == loaded.dtype, (
+            "a pickle's bytes count"
+        )
 
 
 def test_nothing_is_computed_in_float64(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +103,7 @@ def test_nothing_is_computed_in_float64(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for stored, found in ((torch.float64, torch.float32), ("float64", torch.float32), (torch.float16, "auto")):
         config = LlamaConfig(dtype=stored)
-        assert loader.dtype_of(ModelSpec(str(tmp_path)), config, tmp_path) == found
+        assert loader.dtype_of(Checkpoint(ModelSpec(str(tmp_path)), tmp_path), config) == found
 
 
 @pytest.mark.parametrize("device_map", ["cpu", '{"": "cpu"}', "auto"])
@@ -107,7 +111,7 @@ def test_device_map(checkpoint: Path, device_map: str) -> None:
     """Guards accelerate's maps, as a word or as JSON."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model, _ = load(ModelSpec(str(checkpoint), device_map=device_map))
+        model, _ = load(Checkpoint.open(ModelSpec(str(checkpoint), device_map=device_map)))
     if not torch.cuda.is_available():
         assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
 
@@ -133,7 +137,7 @@ def test_device_map(checkpoint: Path, device_map: str) -> None:
 def test_bad_device(checkpoint: Path, field: str, value: str) -> None:
     """Guards tracebacks from torch for a device that is not there."""
     with pytest.raises(UsageError, match="target device") as caught:
-        load(ModelSpec(str(checkpoint), **{field: value}))
+        load(Checkpoint.open(ModelSpec(str(checkpoint), **{field: value})))
     assert len(str(caught.value)) < 200
 
 
@@ -143,7 +147,7 @@ def test_weights_without_a_tokenizer_in_the_cache(checkpoint: Path, hub_cache: P
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).unlink()
     with pytest.raises(ModelError, match="the hub cache has its weights alone, `hf download me/bare` fetches the rest"):
-        load(ModelSpec("me/bare", device="cpu"))
+        load(Checkpoint.open(ModelSpec("me/bare", device="cpu")))
 
 
 def test_cached_hub_id_needs_no_network(checkpoint: Path, hub_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +155,7 @@ def test_cached_hub_id_needs_no_network(checkpoint: Path, hub_cache: Path, monke
     for name in ("dsbd_cli.models.checkpoints.hub.reachable", "huggingface_hub.snapshot_download"):
         monkeypatch.setattr(name, lambda *_, **__: pytest.fail("the network is not needed"))
     cache_as(hub_cache, "me/tiny", checkpoint)
-    model, _ = load(ModelSpec("me/tiny", device="cpu"))
+    model, _ = load(Checkpoint.open(ModelSpec("me/tiny", device="cpu")))
     assert model.config.model_type == "llama"
 
 
@@ -159,8 +163,9 @@ def test_cached_hub_id_by_environment(checkpoint: Path, tmp_path: Path) -> None:
     """Guards HF_HOME: a fresh process finds the cache there and prints nothing of its own."""
     cache_as(tmp_path / "hub", "me/tiny", checkpoint)
     code = (
-        "from dsbd_cli.config.model import ModelSpec; from dsbd_cli.models.checkpoints.loader import load;"
-        "print(load(ModelSpec('me/tiny', device='cpu'))[0].config.model_type)"
+        "from dsbd_cli.config.model import ModelSpec; from dsbd_cli.models.checkpoints.checkpoint import Checkpoint;"
+        "from dsbd_cli.models.checkpoints.loader import load;"
+        "print(load(Checkpoint.open(ModelSpec('me/tiny', device='cpu')))[0].config.model_type)"
     )
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     env = {**kept, "HF_HOME": str(tmp_path), "HF_ENDPOINT": DEAD}
@@ -172,7 +177,7 @@ def test_incomplete_cache_is_not_taken(checkpoint: Path, hub_cache: Path) -> Non
     """Guards an interrupted download: missing weights are fetched, or said to be missing, never drawn at random."""
     (cache_as(hub_cache, "me/part", checkpoint) / "model.safetensors").unlink()
     with pytest.raises(ModelNotFoundError, match="not in the hub cache"):
-        load(ModelSpec("me/part", device="cpu"))
+        load(Checkpoint.open(ModelSpec("me/part", device="cpu")))
 
 
 def test_an_adapter_in_the_cache_has_its_weights(hub_cache: Path, tmp_path: Path) -> None:
@@ -181,7 +186,7 @@ def test_an_adapter_in_the_cache_has_its_weights(hub_cache: Path, tmp_path: Path
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
     cache_as(hub_cache, "me/lora", tmp_path / "adapter")
     with pytest.raises(ModelNotFoundError, match="not in the hub cache"):
-        hub.locate_adapters(ModelSpec("me/base+me/lora"))
+        Checkpoint.open(ModelSpec("me/base+me/lora"))
 
 
 def test_a_network_that_drops_is_told_in_one_line(hub_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +202,7 @@ def test_a_network_that_drops_is_told_in_one_line(hub_cache: Path, monkeypatch: 
     monkeypatch.setattr("huggingface_hub.snapshot_download", drop)
     said = r"^target model 'me/none' could not be downloaded: peer closed connection$"
     with pytest.raises(ModelNotFoundError, match=said):
-        load(ModelSpec("me/none"))
+        load(Checkpoint.open(ModelSpec("me/none")))
 
 
 def test_weights_are_here_in_one_format_or_the_other(tmp_path: Path) -> None:
@@ -215,7 +220,7 @@ def test_uncached_offline_fails_fast(hub_cache: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("it retries for long"))
     with pytest.raises(ModelNotFoundError, match="draft model 'me/none'") as caught:
-        load(ModelSpec("me/none", role="draft"))
+        load(Checkpoint.open(ModelSpec("me/none", role="draft")))
     assert "\n" not in str(caught.value)
     assert ("HF_HUB_OFFLINE" in str(caught.value)) == offline
 
@@ -273,14 +278,14 @@ def test_pickled_weights_are_read_and_run_no_code(
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "pickled"
     shutil.copytree(checkpoint, folder)
-    model, _ = load(ModelSpec(str(checkpoint), device="cpu"))
+    model, _ = load(Checkpoint.open(ModelSpec(str(checkpoint), device="cpu")))
     torch.save(model.state_dict(), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
-    loaded, _ = load(ModelSpec(str(folder), device="cpu"))
+    loaded, _ = load(Checkpoint.open(ModelSpec(str(folder), device="cpu")))
     torch.testing.assert_close(loaded.lm_head.weight, model.lm_head.weight)
     torch.save({"lm_head.weight": Runs()}, folder / "pytorch_model.bin")
     with pytest.raises(ModelError):
-        load(ModelSpec(str(folder), device="cpu"))
+        load(Checkpoint.open(ModelSpec(str(folder), device="cpu")))
     assert not Path("ran").exists()
 
 
@@ -310,7 +315,7 @@ def test_unfit_folders(checkpoint: Path, tmp_path: Path) -> None:
     }
     for name, words in said.items():
         with pytest.raises(ModelError, match=f"draft model .*{words}") as caught:
-            load(ModelSpec(str(tmp_path / name), role="draft", device="cpu"))
+            load(Checkpoint.open(ModelSpec(str(tmp_path / name), role="draft", device="cpu")))
         assert "\n" not in str(caught.value)
 
 
@@ -320,10 +325,10 @@ def test_names_of_architectures(checkpoint: Path, tmp_path: Path) -> None:
     place = tmp_path / "model" / "config.json"
     config = json.loads(place.read_text())
     place.write_text(json.dumps({**config, "architectures": "LlamaForCausalLM"}))
-    assert load_config(tmp_path / "model", spec).architectures == ["LlamaForCausalLM"]
+    assert Checkpoint.open(spec).config.architectures == ["LlamaForCausalLM"]
     place.write_text(json.dumps({**config, "architectures": 3}))
     with pytest.raises(ModelError, match="architectures is 3, but must be a list of names"):
-        load_config(tmp_path / "model", spec)
+        _ = Checkpoint.open(spec).config
 
 
 def test_a_missing_key_is_told_as_such(checkpoint: Path, tmp_path: Path) -> None:
@@ -332,7 +337,7 @@ def test_a_missing_key_is_told_as_such(checkpoint: Path, tmp_path: Path) -> None
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "hidden_act": "foo"}))
     with pytest.raises(ModelError, match="cannot be loaded: KeyError: 'foo'"):
-        load(ModelSpec(str(folder), device="cpu"))
+        load(Checkpoint.open(ModelSpec(str(folder), device="cpu")))
 
 
 def test_a_tokenizer_with_code_of_its_own_names_the_option(checkpoint: Path, tmp_path: Path) -> None:
@@ -342,7 +347,7 @@ def test_a_tokenizer_with_code_of_its_own_names_the_option(checkpoint: Path, tmp
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "tokenization_x.py").write_text("raise SystemExit")
     with pytest.raises(ModelError, match=r"it brings its own code: --trust-remote-code target runs it"):
-        load(ModelSpec(str(folder), device="cpu"))
+        load(Checkpoint.open(ModelSpec(str(folder), device="cpu")))
 
 
 def test_an_id_beyond_all_vocabularies_is_refused(checkpoint: Path, tmp_path: Path) -> None:
@@ -352,7 +357,7 @@ def test_an_id_beyond_all_vocabularies_is_refused(checkpoint: Path, tmp_path: Pa
     stored["model"]["vocab"]["far"] = 3 * 10**9
     (folder / "tokenizer.json").write_text(json.dumps(stored))
     with pytest.raises(ModelError, match="its tokenizer has the id 3000000000, but no model has more than"):
-        load(ModelSpec(str(folder), device="cpu"))
+        load(Checkpoint.open(ModelSpec(str(folder), device="cpu")))
 
 
 def test_no_language_model(checkpoint: Path, tmp_path: Path) -> None:
@@ -360,18 +365,18 @@ def test_no_language_model(checkpoint: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(checkpoint, tmp_path / "clip"))
     (folder / "config.json").write_text('{"model_type": "vit"}', encoding="utf-8")
     with pytest.raises(UnsupportedModelError, match="vit"):
-        load(ModelSpec(str(folder), device="cpu"))
+        load(Checkpoint.open(ModelSpec(str(folder), device="cpu")))
 
 
 def test_soft_capping_runs_eager(tmp_path: Path) -> None:
     """Guards Gemma 2, whose capped scores sdpa would leave out."""
-    model, _ = load(ModelSpec(str(save(tmp_path / "gemma2", "gemma2 window")), device="cpu"))
+    model, _ = load(Checkpoint.open(ModelSpec(str(save(tmp_path / "gemma2", "gemma2 window")), device="cpu")))
     assert model.config._attn_implementation == "eager"
 
 
 def test_end_tokens(checkpoint: Path) -> None:
     """Guards chat models, which end in one of several tokens that only the generation settings name."""
-    model, tokenizer = load(ModelSpec(str(checkpoint), device="cpu"))
+    model, tokenizer = load(Checkpoint.open(ModelSpec(str(checkpoint), device="cpu")))
     model.generation_config.eos_token_id = [5, 2, 5]
     assert eos_ids(model, tokenizer) == (2, 5), "the tokenizer's own stands first"
     model.generation_config.eos_token_id = None
@@ -383,7 +388,7 @@ def test_end_tokens(checkpoint: Path) -> None:
 
 def test_end_tokens_are_ids(checkpoint: Path) -> None:
     """Guards -1 against being the last token of the vocabulary, and a traceback for what is no id."""
-    model, tokenizer = load(ModelSpec(str(checkpoint), device="cpu"))
+    model, tokenizer = load(Checkpoint.open(ModelSpec(str(checkpoint), device="cpu")))
     model.generation_config.eos_token_id = [2, -1]
     assert eos_ids(model, tokenizer) == (2,)
     for wrong in ("x", ["2"], [None], {}, 2.5):

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import ModelError, UnsupportedModelError
+from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
 from dsbd_cli.models.checkpoints.loader import load
 from dsbd_cli.models.checkpoints.mamba_ssm import byte_tokenizer
 from dsbd_cli.models.tokenizer import HFCodec
@@ -38,9 +39,9 @@ def test_the_model_is_the_same(family: str, layer: dict[str, Any], tmp_path: Pat
     not bytes: one must be put there."""
     made = write(tmp_path, family, ssm_cfg=layer)
     with pytest.raises(ModelError, match="put a tokenizer beside its weights"):
-        load(ModelSpec(str(tmp_path)))
+        load(Checkpoint.open(ModelSpec(str(tmp_path))))
     (tmp_path / "config.json").write_text(json.dumps({**MAMBA, "ssm_cfg": layer, "vocab_size": 256}))
-    model, tokenizer = load(ModelSpec(str(tmp_path)))
+    model, tokenizer = load(Checkpoint.open(ModelSpec(str(tmp_path))))
     ids = torch.tensor([[*"naïve".encode()]])
     assert tokenizer("naïve")["input_ids"] == ids[0].tolist()
     assert torch.equal(model(ids).logits, made(ids).logits)
@@ -60,7 +61,7 @@ def test_what_transformers_lacks_is_refused(changes: dict[str, Any], named: str,
     """Guards a checkpoint that loads and writes noise."""
     (tmp_path / "config.json").write_text(json.dumps({**MAMBA, **changes}))
     with pytest.raises(UnsupportedModelError, match=named):
-        load(ModelSpec(str(tmp_path)))
+        load(Checkpoint.open(ModelSpec(str(tmp_path))))
 
 
 @pytest.mark.parametrize(
@@ -80,7 +81,7 @@ def test_settings_that_make_no_sense(changes: dict[str, Any], message: str, tmp_
     """Guards raw errors of Python, and of transformers, which name neither the field nor its value."""
     (tmp_path / "config.json").write_text(json.dumps({**MAMBA, **changes}))
     with pytest.raises(ModelError, match=message):
-        load(ModelSpec(str(tmp_path)))
+        load(Checkpoint.open(ModelSpec(str(tmp_path))))
 
 
 def test_tokens_are_bytes(tmp_path: Path) -> None:

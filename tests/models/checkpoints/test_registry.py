@@ -10,7 +10,7 @@ import pytest
 
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import ModelNotFoundError, UsageError
-from dsbd_cli.models.checkpoints.hub import locate
+from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
 from dsbd_cli.models.checkpoints.registry import ALIASES, Location, known_names, resolve, user_file
 
 
@@ -60,13 +60,13 @@ def test_gguf_is_a_file_or_the_only_one_of_a_folder(tmp_path: Path) -> None:
     file = tmp_path / "model.Q4.gguf"
     file.touch()
     (tmp_path / "config.json").write_text("{}")
-    assert locate(ModelSpec(str(file))) == locate(ModelSpec(str(tmp_path))) == file
+    assert Checkpoint.open(ModelSpec(str(file))).path == Checkpoint.open(ModelSpec(str(tmp_path))).path == file
     (tmp_path / "model.Q8.GGUF").touch()
     (tmp_path / "other.gguf").touch()
     with pytest.raises(ModelNotFoundError, match=r"holds 2 GGUF files: give one of model\.Q4\.gguf, other\.gguf"):
-        locate(ModelSpec(str(tmp_path)))
+        Checkpoint.open(ModelSpec(str(tmp_path)))
     with pytest.raises(ModelNotFoundError, match="there is no such file"):
-        locate(ModelSpec("gone.gguf"))
+        Checkpoint.open(ModelSpec("gone.gguf"))
 
 
 def test_user_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from dsbd_cli.models.adapted import patching
 from dsbd_cli.models.adapted.causal import CausalForestModel
 from dsbd_cli.models.adapted.patching import pack
 from dsbd_cli.models.attention import forest, metadata, views
+from dsbd_cli.models.checkpoints.checkpoint import Checkpoint, open_pair
 from dsbd_cli.models.checks.invariance import Surroundings, _logits, check
 from dsbd_cli.models.load_model import load_model
 from dsbd_cli.models.pair import LoadedPair, load_pair
@@ -249,7 +250,9 @@ def texts(target: ForestModel, draft: ForestModel | None, codec: Any, batch: int
 @cache
 def builtin(dtype: str) -> LoadedPair:
     """Loaded and checked once."""
-    return load_pair(ModelSpec("builtin:target", dtype=dtype), ModelSpec("builtin:draft", "draft", dtype=dtype))
+    return load_pair(
+        *open_pair(ModelSpec("builtin:target", dtype=dtype), ModelSpec("builtin:draft", "draft", dtype=dtype))
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -266,7 +269,7 @@ def test_texts_and_logprobs_to_the_last_bit(rule: str, dtype: str) -> None:
 
 def test_fast_numerics_promise_less() -> None:
     """Guards the record: where the check was not made or failed, `same-text` is not said."""
-    target, codec = load_model(ModelSpec("builtin:target", numerics="fast"))
+    target, codec, _ = load_model(Checkpoint.open(ModelSpec("builtin:target", numerics="fast")))
     engine = Engine(target, None, codec, MethodConfig(depth=0))
     assert not target.invariant
     assert engine.exactness == "same-law"
@@ -325,17 +328,17 @@ def test_mutants_of_a_reading_in_blocks_are_found(monkeypatch: pytest.MonkeyPatc
     assert not all(equal(read(model, text, (cut,)), whole) for cut in (64, 192, 256, 448))
 
 
-def trust(model: CausalForestModel) -> None:
+def trust(model: CausalForestModel) -> tuple[str, ...]:
     """Ask a model whether it is invariant, and tell it."""
     found = check(model)
-    model.trust(found.varies, found.copies)
+    return model.trust(found.varies, found.copies)
 
 
 def test_a_model_whose_bits_a_copy_moves_does_not_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the check at load, and that it says so."""
     good = wide("llama", torch.float32)
-    trust(good)
-    assert (good.invariant, good.copies_prefixes, good.notes) == (True, True, ())
+    assert trust(good) == ()
+    assert (good.invariant, good.copies_prefixes) == (True, True)
     copy = CausalForestModel.copy_prefixes
 
     def less(self: CausalForestModel, copies: list[tuple[int, int, int]]) -> None:
@@ -343,20 +346,19 @@ def test_a_model_whose_bits_a_copy_moves_does_not_share(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(CausalForestModel, "copy_prefixes", less)
     bad = wide("llama", torch.float32)
-    trust(bad)
+    notes = trust(bad)
     assert (bad.invariant, bad.copies_prefixes) == (True, False)
-    assert bad.notes == ("prompts that begin alike are each read whole: a copied beginning would change bits here",)
+    assert notes == ("prompts that begin alike are each read whole: a copied beginning would change bits here",)
     few = wide("llama", torch.float32, max_position_embeddings=PREFIX_STEP + 4)
-    trust(few)
+    notes = trust(few)
     assert (few.invariant, few.copies_prefixes) == (True, False)
-    assert few.notes == (
+    assert notes == (
         "prompts that begin alike are each read whole: the model takes too few tokens to check whether a copied "
         "beginning changes bits",
     )
     recurrent = CausalForestModel(build("mamba2"), "mamba2")
     assert not recurrent.copies_prefixes
-    recurrent.trust(None, None)
-    assert recurrent.notes == ()
+    assert recurrent.trust(None, None) == ()
 
 
 def test_a_prompt_is_read_the_same_way_beside_a_longer_one() -> None:

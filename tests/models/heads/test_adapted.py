@@ -20,6 +20,7 @@ from dsbd_cli.engine.protocols import HeadModel
 from dsbd_cli.errors import ModelError, UsageError
 from dsbd_cli.models.adapted.adapter import LAST
 from dsbd_cli.models.adapted.patching import Int8Linear
+from dsbd_cli.models.checkpoints.checkpoint import Checkpoint, open_pair
 from dsbd_cli.models.forest_model import StateTap
 from dsbd_cli.models.heads.adapted_head import MtpForestModel
 from dsbd_cli.models.heads.head_model import HeadForestModel
@@ -44,7 +45,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loads:
     @cache
     def load(family: str) -> tuple[Any, MtpForestModel, StockHead]:
         folder, whole = save_target(tmp_path_factory.mktemp("adapted"), family)
-        pair = load_pair(spec_for(folder), spec_for("mtp", "draft"))
+        pair = load_pair(*open_pair(spec_for(folder), spec_for("mtp", "draft")))
         head: Any = pair.draft
         assert isinstance(head, MtpForestModel)
         return pair, head, StockHead(folder, whole, family)
@@ -143,7 +144,7 @@ def eagle3_pair(folder: Path, family: str) -> tuple[Any, HeadForestModel, Scalar
     else:
         save_target(folder / "target", family)
     place = eagle3(folder / "head", "speculators")
-    pair = load_pair(spec_for(folder / "target"), spec_for(place, "draft"))
+    pair = load_pair(*open_pair(spec_for(folder / "target"), spec_for(place, "draft")))
     head: Any = pair.draft
     head.read_from(LAYER_IDS)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float64).eval()
@@ -179,15 +180,17 @@ def test_states_and_laws_of_eagle3(
 def test_a_layer_in_int8(family: str, any_size: None, tmp_path: Path) -> None:  # noqa: F811
     folder, _ = save_target(tmp_path, family)
     more = {"dtype": "bfloat16", "quantize": "int8"}
-    pair = load_pair(spec_for(folder, **more), spec_for("mtp", "draft", **more))
+    pair = load_pair(*open_pair(spec_for(folder, **more), spec_for("mtp", "draft", **more)))
     assert (pair.target_dtype, pair.draft_dtype) == ("int8+bfloat16", "int8+bfloat16")
     head: Any = pair.draft
     kinds = {name: type(one) for name, one in head.module.named_modules()}
     assert kinds["mtp_fc"] == kinds["model.layers.0.self_attn.o_proj"] == Int8Linear
     tokens = torch.tensor([[5, 40, 11, 30, 7, 60, 12]])
     said = head.read(tokens)[:, 1:]
-    plain: Any = load_pair(spec_for(folder, dtype="bfloat16"), spec_for("mtp", "draft", dtype="bfloat16")).draft
-    assert plain.quantized is None
+    plain: Any = load_pair(
+        *open_pair(spec_for(folder, dtype="bfloat16"), spec_for("mtp", "draft", dtype="bfloat16"))
+    ).draft
+    assert not any(isinstance(one, Int8Linear) for one in plain.module.modules())
     assert 0 < apart(said.float(), plain.read(tokens)[:, 1:].float()) < 0.2
     for rule, beams in (("search", 4), ("coupled", 1)):
         without = answers(engine_of(pair.target, None, rule, beams))
@@ -200,7 +203,7 @@ def test_a_layer_that_is_too_small_for_int8(loaded: Loads) -> None:
     target, spec = pair.target, spec_for("mtp", "draft", quantize="int8")
     target.tap(None)
     with pytest.raises(UsageError, match=r"the target's own MTP layer has no linear layer of .* or more: drop it"):
-        load_head(spec, spec_for(target.name), target)
+        load_head(*open_pair(spec_for(target.name), spec), target)
     target.tap(None)
     target.tap(StateTap((), 64, lambda taken: taken[0]))  # as it was
 
@@ -244,9 +247,9 @@ def test_a_layer_that_is_not_understood(
     folder, _ = save_target(tmp_path, family)
     tensors = {**load_file(folder / "model.safetensors"), **changed}
     save_file({name: one for name, one in tensors.items() if one is not None}, folder / "model.safetensors")
-    target, _ = load_model(spec_for(folder, "draft"))
+    target = load_model(Checkpoint.open(spec_for(folder, "draft"))).model
     with pytest.raises(ModelError, match=says) as caught:
-        load_head(spec_for("mtp", "draft"), spec_for(folder), target)
+        load_head(*open_pair(spec_for(folder), spec_for("mtp", "draft")), target)
     assert "\n" not in str(caught.value)
     assert "the target's own MTP layer cannot be read: " in str(caught.value)
 
@@ -257,12 +260,12 @@ def test_settings_of_an_mtp_layer_that_are_not_known(tmp_path: Path) -> None:
     known = {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
     for more, says in ((known, None), ({"mtp_layer_types": ["sliding_attention"]}, r"mtp_layer_types = \['sliding")):
         (folder / "config.json").write_text(json.dumps({**config, **more}))
-        target, _ = load_model(spec_for(folder, "draft"))
+        target = load_model(Checkpoint.open(spec_for(folder, "draft"))).model
         if says is None:
-            assert load_head(spec_for("mtp", "draft"), spec_for(folder), target)
+            assert load_head(*open_pair(spec_for(folder), spec_for("mtp", "draft")), target)
             continue
         with pytest.raises(ModelError, match=says):
-            load_head(spec_for("mtp", "draft"), spec_for(folder), target)
+            load_head(*open_pair(spec_for(folder), spec_for("mtp", "draft")), target)
 
 
 def test_a_head_of_its_own(tmp_path: Path) -> None:
@@ -273,7 +276,7 @@ def test_a_head_of_its_own(tmp_path: Path) -> None:
     tokens, said = torch.tensor([[5, 40, 11, 30, 7]]), []
     for head in (tensors["lm_head.weight"].clone(), own):
         save_file({**tensors, name: head}, folder / "model.safetensors")
-        draft: Any = load_pair(spec_for(folder), spec_for("mtp", "draft")).draft
+        draft: Any = load_pair(*open_pair(spec_for(folder), spec_for("mtp", "draft"))).draft
         said.append((draft.read(tokens)[0, -1], draft._noted_states[LAST][0, -1]))
     assert apart(said[0][0], said[0][1] @ tensors["lm_head.weight"].T) <= 1e-5
     assert apart(said[1][0], said[1][1] @ own.T) <= 1e-5

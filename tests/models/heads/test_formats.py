@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import ModelError, PairError
+from dsbd_cli.models.checkpoints.checkpoint import Checkpoint, open_pair
 from dsbd_cli.models.forest_model import StateTap
 from dsbd_cli.models.heads import load as heads
 from dsbd_cli.models.heads.formats import is_head
@@ -40,7 +41,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def target(folder: Path) -> Any:
-    return load_model(spec_for(folder, "draft"))[0]  # as a draft no verdict on its bits is asked for
+    return load_model(
+        Checkpoint.open(spec_for(folder, "draft"))
+    ).model  # as a draft no verdict on its bits is asked for
 
 
 def change(folder: Path, changed: Callable[[dict[str, Tensor]], object]) -> Path:
@@ -51,7 +54,7 @@ def change(folder: Path, changed: Callable[[dict[str, Tensor]], object]) -> Path
 
 
 def read(source: Path | str, target: Any) -> Any:
-    return load_head(spec_for(source, "draft"), spec_for(target.name), target)
+    return load_head(*open_pair(spec_for(target.name), spec_for(source, "draft")), target)
 
 
 def test_heads_are_recognised_by_their_files(folder: Path, tmp_path: Path) -> None:
@@ -133,7 +136,7 @@ def test_damaged_weights_name_the_draft(damaged: str | None, folder: Path, tmp_p
     with pytest.raises(
         ModelError, match=f"draft model '{place}' cannot be read: its weights cannot be read: "
     ) as found:
-        load_pair(spec_for(folder), spec_for(place, "draft"))
+        load_pair(*open_pair(spec_for(folder), spec_for(place, "draft")))
     assert ("holds more than tensors, which could run code" in str(found.value)) is bool(damaged)
     assert "weights_only" not in str(found.value)
 
@@ -145,11 +148,13 @@ def test_an_end_token_outside_of_the_vocabulary_begins_no_text(folder: Path, tmp
     (place / "config.json").write_text(json.dumps({**config, "eos_token_id": 10**6}))
     ids = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
     head = eagle3(tmp_path / "h", "speculators", **ids)
-    assert "one layer off" in read(head, load_model(spec_for(place, "draft"))[0]).form
+    assert "one layer off" in read(head, load_model(Checkpoint.open(spec_for(place, "draft"))).model).form
 
 
 def test_without_layer_numbers_those_of_the_paper_are_taken(tmp_path: Path) -> None:
-    deep = load_model(spec_for(save_decoder(tmp_path / "t", build_decoder("llama", num_hidden_layers=8)), "draft"))[0]
+    deep = load_model(
+        Checkpoint.open(spec_for(save_decoder(tmp_path / "t", build_decoder("llama", num_hidden_layers=8)), "draft"))
+    ).model
     found = read(eagle3(tmp_path / "h", "raw", eagle_config=None), deep)
     assert found.form.endswith("it reads the states after 2, 4, 5 layers")
 
@@ -245,7 +250,7 @@ def test_a_target_without_an_mtp_layer(target: Any) -> None:
 @pytest.mark.parametrize("form", ["qwen", "deepseek"])
 def test_mtp_that_is_not_understood(form: str, tmp_path: Path) -> None:
     place = add_mtp(save_decoder(tmp_path, build_decoder("llama", num_hidden_layers=LAYERS)), form)
-    target = load_model(spec_for(place, "draft"))[0]
+    target = load_model(Checkpoint.open(spec_for(place, "draft"))).model
     at = "mtp." if form == "qwen" else "model.layers.4."
     change(place, lambda one: one.update({f"{at}strange.weight": torch.ones(64)}))
     with pytest.raises(ModelError, match=r"the tensor strange\.weight is not known"):
@@ -275,25 +280,25 @@ def test_targets_without_states_are_refused(family: str, source: str, says: str,
     (build_pair(family) if family == "bart" else build(family)).save_pretrained(target)
     numbers().save_pretrained(target)
     with pytest.raises(PairError, match=says) as caught:
-        load_pair(spec_for(target), spec_for(head, "draft"))
+        load_pair(*open_pair(spec_for(target), spec_for(head, "draft")))
     assert "\n" not in str(caught.value)
 
 
 def test_targets_that_are_spread_are_refused(target: Any) -> None:
     spread = replace(spec_for(target.name), device="auto", device_map="auto")
     with pytest.raises(PairError, match="this one is spread over several processes or devices"):
-        load_head(spec_for("mtp", "draft"), spread, target)
+        load_head(*open_pair(spread, spec_for("mtp", "draft")), target)
 
 
 def test_a_target_without_a_list_of_layers(tmp_path: Path) -> None:
     place = save(tmp_path / "t", "gpt2", n_embd=64, n_layer=4)
     with pytest.raises(ModelError, match="GPT2LMHeadModel has no plain list of layers to take hidden states after"):
-        load_pair(spec_for(place), spec_for(eagle3(tmp_path / "h", "raw"), "draft"))
+        load_pair(*open_pair(spec_for(place), spec_for(eagle3(tmp_path / "h", "raw"), "draft")))
 
 
 def test_heads_do_not_draft_through_text(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(PairError, match="--drafter bridge drafts through text"):
-        load_pair(spec_for(folder), spec_for(eagle3(tmp_path, "raw"), "draft"), bridged=True)
+        load_pair(*open_pair(spec_for(folder), spec_for(eagle3(tmp_path, "raw"), "draft")), bridged=True)
 
 
 def test_a_settings_file_that_is_no_object(tmp_path: Path) -> None:

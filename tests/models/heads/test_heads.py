@@ -27,6 +27,7 @@ from dsbd_cli.engine.drafting.base import DraftContext
 from dsbd_cli.engine.iteration.observer import Observer
 from dsbd_cli.engine.planning.planner import Shape
 from dsbd_cli.engine.protocols import ForestInput, HeadModel
+from dsbd_cli.models.checkpoints.checkpoint import Checkpoint, open_pair
 from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
 from dsbd_cli.models.forest_model import StateTap
 from dsbd_cli.models.heads.head_model import HeadForestModel
@@ -78,7 +79,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loads:
     @cache
     def load(form: str) -> tuple[Any, HeadForestModel, ScalarHead]:
         target, source, theirs = save_pair(tmp_path_factory.mktemp("heads"), form)
-        pair = load_pair(spec_for(target), spec_for(source, "draft"))
+        pair = load_pair(*open_pair(spec_for(target), spec_for(source, "draft")))
         head: Any = pair.draft
         assert isinstance(head, HeadForestModel)
         place = target if source == "mtp" else Path(source)
@@ -96,7 +97,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loads:
 @cache
 def guide_of(target: str) -> Any:
     """The target once more, to draft in a head's place; loaded once."""
-    return load_model(spec_for(target, "draft"))[0]
+    return load_model(Checkpoint.open(spec_for(target, "draft"))).model
 
 
 def apart(found: Tensor, wanted: Tensor) -> float:
@@ -297,7 +298,7 @@ def test_no_text_depends_on_the_head(form: str, rule: str, beams: int, loaded: L
 
 def test_no_text_depends_on_the_taps(loaded: Loads) -> None:
     pair, head, _ = loaded("speculators")
-    untapped, _ = load_model(spec_for(pair.target.name))
+    untapped = load_model(Checkpoint.open(spec_for(pair.target.name))).model
     plain = answers(engine_of(untapped, None, "search", 4))
     assert answers(engine_of(pair.target, head, "search", 4)) == plain
     assert isinstance(untapped, DecoderForestModel)
@@ -317,7 +318,9 @@ def test_no_text_of_an_int8_target_depends_on_the_head(form: str, any_size: None
     wide = {"hidden_size": 64, "intermediate_size": 128}
     target, source, _ = save_pair(tmp_path, form, torch.bfloat16, **wide)
     pair = load_pair(
-        spec_for(target, dtype="bfloat16", quantize="int8"), spec_for(source, "draft", "bfloat16", quantize="int8")
+        *open_pair(
+            spec_for(target, dtype="bfloat16", quantize="int8"), spec_for(source, "draft", "bfloat16", quantize="int8")
+        )
     )
     assert pair.target_dtype == "int8+bfloat16"
     assert pair.draft_dtype == "int8+bfloat16"

@@ -15,6 +15,7 @@ from dsbd_cli.engine.core.forest import Forest
 from dsbd_cli.engine.drafting.base import DraftContext
 from dsbd_cli.engine.iteration.observer import Observer
 from dsbd_cli.engine.protocols import ForestInput
+from dsbd_cli.models.checkpoints.checkpoint import open_pair
 from dsbd_cli.models.decoder.own_rows import OWN_IDS
 from dsbd_cli.models.heads.head_model import HeadForestModel
 from dsbd_cli.models.pair import load_pair
@@ -89,7 +90,7 @@ def test_laws_are_those_of_the_whole_lm_head(
     """Guards the rows of another token, and a scale of the target's logits that is forgotten or taken twice."""
     wide = {"hidden_size": 64} if family == "granite" else {}
     target, source, theirs = save_pair(tmp_path, form, family, **wide)
-    pair = load_pair(spec_for(target), spec_for(source, "draft"))
+    pair = load_pair(*open_pair(spec_for(target), spec_for(source, "draft")))
     head: Any = pair.draft
     assert isinstance(head, HeadForestModel)
     assert head.own_ids_below == V
@@ -116,7 +117,7 @@ def test_laws_are_those_of_the_whole_lm_head(
 @pytest.mark.parametrize(("rule", "beams"), [("search", 4), ("coupled", 1), ("coupled", 3)])
 def test_no_text_depends_on_own_ids(rule: str, beams: int, tmp_path: Path) -> None:
     target, source, _ = save_pair(tmp_path)
-    pair = load_pair(spec_for(target), spec_for(source, "draft"))
+    pair = load_pair(*open_pair(spec_for(target), spec_for(source, "draft")))
     plain = answers(engine_of(pair.target, None, rule, beams, batch=3))
     for batch, more in ((4, {"adaptive_depth": True}), (2, {"drafter": "rsd-s+ngram"})):
         assert answers(engine_of(pair.target, pair.draft, rule, beams, batch=batch, **more)) == plain
@@ -130,7 +131,7 @@ def test_int8_models_have_them(any_size: None, tmp_path: Path) -> None:  # noqa:
         spec_for(target, dtype="bfloat16", quantize="int8"),
         spec_for(source, "draft", "bfloat16", quantize="int8"),
     )
-    pair = load_pair(*specs)
+    pair = load_pair(*open_pair(*specs))
     assert pair.draft.own_ids_below == V  # type: ignore[union-attr]
     for rule, beams in (("search", 4), ("coupled", 1)):
         plain = answers(engine_of(pair.target, None, rule, beams))
@@ -140,7 +141,7 @@ def test_int8_models_have_them(any_size: None, tmp_path: Path) -> None:  # noqa:
 def test_a_head_with_rows_of_its_own_has_none(tmp_path: Path) -> None:
     theirs = build_decoder("llama", num_hidden_layers=LAYERS)
     target = save_decoder(tmp_path / "target", theirs)
-    pair = load_pair(spec_for(target), spec_for(eagle3(tmp_path / "head", "speculators"), "draft"))
+    pair = load_pair(*open_pair(spec_for(target), spec_for(eagle3(tmp_path / "head", "speculators"), "draft")))
     assert pair.draft.own_ids_below == 0  # type: ignore[union-attr]
     assert pair.draft_form is not None
     assert OWN_IDS not in pair.draft_form

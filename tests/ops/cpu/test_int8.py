@@ -16,6 +16,7 @@ from dsbd_cli.errors import UsageError
 from dsbd_cli.models.adapted.patching import Int8Linear, quantize
 from dsbd_cli.models.adapted.seq2seq import sample_encoder_input
 from dsbd_cli.models.checkpoints import loader
+from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
 from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
 from dsbd_cli.models.decoder.pack import quantize_decoder
 from dsbd_cli.models.load_model import load_model
@@ -298,7 +299,7 @@ def test_a_loaded_model_is_close_and_invariant(family: str, dtype: str, any_size
         changes = {name: size for name, size in changes.items() if name != "head_dim"}
     folder = str(save(tmp_path, family, **changes))
     spec = ModelSpec(folder, device="cpu", dtype=dtype, quantize="int8")
-    pair = load_pair(spec, None)
+    pair = load_pair(Checkpoint.open(spec), None)
     assert pair.target_dtype == f"int8+{dtype}"
     target: Any = pair.target
     assert isinstance(target, DecoderForestModel) == (family != "opt")
@@ -309,7 +310,7 @@ def test_a_loaded_model_is_close_and_invariant(family: str, dtype: str, any_size
         products = [getattr(one, name) for one in weights.layers for name in ("qkv", "out", "gate_up", "down")]
         assert {type(one) for one in (*products, weights.head)} == {Int8Product}
     assert target.invariant
-    exact: Any = load_model(ModelSpec(folder, device="cpu", dtype="float32"))[0]
+    exact: Any = load_model(Checkpoint.open(ModelSpec(folder, device="cpu", dtype="float32"))).model
     tokens = torch.randint(0, V, (2, 19), generator=torch.Generator().manual_seed(5))
     with torch.inference_mode():
         ours, theirs = target.plain(tokens).float(), exact.plain(tokens)
@@ -321,13 +322,13 @@ def test_a_loaded_model_is_close_and_invariant(family: str, dtype: str, any_size
 def test_a_later_load_keeps_the_outliers(any_size: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bits, without the tokens by which outliers are found."""
     spec = ModelSpec(str(save(tmp_path / "model", "llama", **WIDE)), device="cpu", dtype="float32", quantize="int8")
-    first: Any = load_model(spec)[0]
+    first: Any = load_model(Checkpoint.open(spec)).model
     monkeypatch.setattr("dsbd_cli.models.decoder.load.find_outliers", lambda *_: pytest.fail("looked for"))
-    again: Any = load_model(spec)[0]
+    again: Any = load_model(Checkpoint.open(spec)).model
     tokens = torch.randint(0, V, (2, 19), generator=torch.Generator().manual_seed(5))
     assert torch.equal(first.plain(tokens), again.plain(tokens))
     assert again.invariant
-    assert again.quantized == "int8"
+    assert isinstance(again.decoder.weights.layers[0].down, Int8Product)
 
 
 @needs_int8
@@ -339,7 +340,9 @@ def test_an_encoder_decoder_model(any_size: None, tmp_path: Path) -> None:
     config = transformers.T5Config(**{**DISTANT, "d_model": 128, "d_ff": 192, "d_kv": 32})
     transformers.T5ForConditionalGeneration(config).save_pretrained(folder)
     numbers().save_pretrained(folder)
-    model: Any = load_model(ModelSpec(str(folder), device="cpu", dtype="float32", quantize="int8"))[0]
+    model: Any = load_model(
+        Checkpoint.open(ModelSpec(str(folder), device="cpu", dtype="float32", quantize="int8"))
+    ).model
     linear = [layer for layer in model.module.modules() if isinstance(layer, nn.Linear)]
     int8 = [layer for layer in model.module.modules() if isinstance(layer, Int8Linear)]
     assert not linear
@@ -373,16 +376,16 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> None:
     spec = ModelSpec(str(checkpoint), device="cpu", quantize="int8")
     monkeypatch.setattr(loader, "int8_missing", lambda: None)  # on any processor
     with pytest.raises(UsageError, match=r"quantize is int8, but .* has no linear layer of 100000 weights or more"):
-        load_model(spec)
+        load_model(Checkpoint.open(spec))
     monkeypatch.setattr(loader, "int8_missing", lambda: "this build of torch has no int8 linear layers (oneDNN)")
     with pytest.raises(UsageError, match="quantize is int8, but this build of torch has no int8 linear layers"):
-        load_model(spec)
+        load_model(Checkpoint.open(spec))
     # what the command says is looked at first: the other question compiles kernels
     monkeypatch.setattr(loader, "int8_missing", lambda: pytest.fail("asked though it cannot matter"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     with pytest.raises(UsageError, match=r"but int8 runs on the CPU only: .*--device cpu"):
-        load_model(ModelSpec(str(checkpoint), quantize="int8"))
+        load_model(Checkpoint.open(ModelSpec(str(checkpoint), quantize="int8")))
 
 
 def test_a_processor_that_saturates_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.models.adapted.causal import CausalForestModel
+from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
 from dsbd_cli.models.load_model import load_model
 from dsbd_cli.ops import reference
 from dsbd_cli.ops.cpu import layer as layer_ops
@@ -167,9 +168,9 @@ def test_a_wrong_kernel_serves_no_model(broken: str, tmp_path: Path, monkeypatch
 
     folder = save_decoder(tmp_path / "model", build_decoder("gemma3" if broken == "norm" else "llama"))
     with replaced(monkeypatch, broken, op=wrong):
-        forest, _ = load_model(ModelSpec(str(folder), dtype="float32", device="cpu"))
-    assert isinstance(forest, CausalForestModel)
-    (line,) = forest.notes
+        loaded = load_model(Checkpoint.open(ModelSpec(str(folder), dtype="float32", device="cpu")))
+    assert isinstance(loaded.model, CausalForestModel)
+    (line,) = loaded.report.notes
     assert "in our own decoder its logits are off by" in line
 
 
@@ -177,6 +178,6 @@ def test_a_wrong_program_serves_no_model(tmp_path: Path, monkeypatch: pytest.Mon
     """Plain forwards, which are compared with transformers, run none: the self-test finds it."""
     monkeypatch.setattr(Program, "run", lambda self: None)
     folder = save_decoder(tmp_path / "model", build_decoder("llama"))
-    forest, _ = load_model(ModelSpec(str(folder), dtype="float32", device="cpu"))
-    assert isinstance(forest, CausalForestModel)
-    assert len(forest.notes) == 1
+    loaded = load_model(Checkpoint.open(ModelSpec(str(folder), dtype="float32", device="cpu")))
+    assert isinstance(loaded.model, CausalForestModel)
+    assert len(loaded.report.notes) == 1

@@ -19,6 +19,7 @@ from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.models import load_model as stages
 from dsbd_cli.models.attention import metadata
+from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
 from dsbd_cli.models.checkpoints.generation import CheckpointSettings
 from dsbd_cli.models.checks.invariance import Surroundings, _logits
 from dsbd_cli.models.checks.selftest import self_test
@@ -142,13 +143,13 @@ def test_a_kernel_of_attention_that_fails_at_the_sizes_of_a_model_serves_nothing
     monkeypatch.setattr(stages, "ops_for", lambda *_: Ops(**triton_ops(["attention"])))
     monkeypatch.setattr(kernels_attention, "attention", broken)
     forest = forest_of("llama", num_hidden_layers=1)
-    stages._try_split_attention(forest)
+    notes = stages._try_split_attention(forest)
     if fault == "none":
         assert forest.attention is not None
-        assert forest.notes == ()
+        assert notes == ()
         return
     assert forest.attention is None
-    (line,) = forest.notes
+    (line,) = notes
     assert ("off by" if fault == "wrong" else "out of resource") in line
     if fault == "raises":  # nor does it end the load of a target whose bits are asked for
         forest.attention = partial(broken, exact=True)
@@ -183,12 +184,13 @@ def test_kernels_of_layers_that_fail_are_left_out(fault: str, tmp_path: Path, mo
     monkeypatch.setattr(
         stages._DecoderLoad,
         "_attempts",
-        lambda own: [frozenset({"gated"}), frozenset()] if own._known is None else real(own),
+        lambda own: [frozenset({"gated"}), frozenset()] if own._kept is None else real(own),
     )
     for number in range(2):
-        forest, _ = stages.load_model(ModelSpec(str(folder), dtype="float32", device="cpu"))
+        spec = ModelSpec(str(folder), dtype="float32", device="cpu")
+        forest, _, report = stages.load_model(Checkpoint.open(spec))
         assert isinstance(forest, DecoderForestModel)
-        assert forest.notes == ()
+        assert report.notes == ()
         assert asked[-1] == frozenset()
         assert len(asked) == 2 + number
         self_test(forest)

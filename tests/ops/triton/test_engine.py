@@ -14,6 +14,7 @@ from dsbd_cli.config.model import BUILTIN_DRAFT, BUILTIN_TARGET
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.models import pair
+from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
 from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
 from dsbd_cli.ops import reference
 from dsbd_cli.ops.interface import OpChoice, Ops
@@ -125,8 +126,8 @@ def test_without_kernels_the_draft_has_none_either(monkeypatch: pytest.MonkeyPat
     class Reached(Exception):  # noqa: N818
         pass
 
-    def told(*specs: ModelSpec, bridged: bool) -> None:
-        raise Reached([spec.kernels for spec in specs])
+    def told(*models: Checkpoint, bridged: bool) -> None:
+        raise Reached([model.spec.kernels for model in models])
 
     monkeypatch.setattr(pair, "load_pair", told)
     with pytest.raises(Reached, match="False, False"):
