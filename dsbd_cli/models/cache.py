@@ -68,7 +68,7 @@ class ForestCache(KVCache, Cache):
 
     def states_like(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Learn the shapes of a layer from its first states [R, H, n, E]."""
-        specs = (PlaneSpec(one.shape[1], one.shape[3], one.dtype, one.device) for one in (keys, values))
+        specs = (PlaneSpec(plane.shape[1], plane.shape[3], plane.dtype, plane.device) for plane in (keys, values))
         self.learn(layer, *specs)
 
     def _bind(self) -> None:

@@ -73,7 +73,7 @@ def text_of(question: dict[str, Any]) -> str:
         render_jinja_template(conversations=[], chat_template=template)
         return ""
     # as apply_chat_template does
-    messages = [{name: value for name, value in one.items() if value is not None} for one in asked["messages"]]
+    messages = [{name: value for name, value in message.items() if value is not None} for message in asked["messages"]]
 
     def text(conversation: list[Any]) -> str:
         more = {name: value for name, value in asked.items() if name != "messages"}

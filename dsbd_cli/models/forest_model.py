@@ -360,9 +360,9 @@ class BaseForestModel:
         rows, count = batch.tokens.shape
         if self._pads_forwards and batch.prompt_slots is not None and rows * count < LEAST_ROWS:
             batch = repeated(batch, -(-LEAST_ROWS // rows))
-        found = self._run(batch, logits=logits)
+        output = self._run(batch, logits=logits)
         own = 0 if batch.own_ids is None else batch.own_ids.shape[1]
-        return None if found is None else self._fitted(found.to(self._device), own)[:, :count]
+        return None if output is None else self._fitted(output.to(self._device), own)[:, :count]
 
     def trust(self, varies: str | None, copies: bool | None) -> tuple[str, ...]:
         """Apply the result of the check of invariance, whose fields are those of `verdicts.Verdict`. Prompts that begin

@@ -93,8 +93,8 @@ def _check_kinds(target: BaseForestModel, draft: BaseForestModel, *, bridged: bo
     encoder-decoder model."""
     target_has, draft_has = target.has_encoder, draft.has_encoder
     if target_has != draft_has:
-        one, other = ("the target", "the draft") if target_has else ("the draft", "the target")
-        raise PairError(f"{one} has an encoder and {other} has none: choose a draft of the target's kind")
+        with_encoder, other = ("the target", "the draft") if target_has else ("the draft", "the target")
+        raise PairError(f"{with_encoder} has an encoder and {other} has none: choose a draft of the target's kind")
     if bridged and target_has:
         raise PairError("--drafter bridge takes decoder-only models: choose a draft with the target's vocabulary")
 

@@ -60,7 +60,7 @@ class RewardModel:
         """Return the reward of each text. Each text is run by itself, so that no score depends on padding. Raises
         InvalidRowError for a text that is too long or empty, or a conversation without a chat template, and
         NumericalError for a reward that is no number."""
-        found = []
+        scores = []
         for text in texts:
             ids = self._ids(prompt, text)
             if self._limit is not None and len(ids) > self._limit:
@@ -73,8 +73,8 @@ class RewardModel:
             reward = float(self._model(input_ids=tokens, attention_mask=torch.ones_like(tokens)).logits[0, 0])
             if not math.isfinite(reward):
                 raise NumericalError(f"the reward model returned {reward}: it cannot rank the candidates")
-            found.append(reward)
-        return found
+            scores.append(reward)
+        return scores
 
     def _ids(self, prompt: Asked, text: str) -> list[int]:
         if isinstance(prompt, str):

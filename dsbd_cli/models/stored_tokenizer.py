@@ -32,8 +32,8 @@ class StoredTokenizer:
     @property
     def added_tokens_decoder(self) -> Mapping[int, Any]:
         """Tokens outside the trained vocabulary, by id."""
-        found: Mapping[int, Any] = self.backend_tokenizer.get_added_tokens_decoder()
-        return found
+        decoder: Mapping[int, Any] = self.backend_tokenizer.get_added_tokens_decoder()
+        return decoder
 
     def get_vocab(self) -> dict[str, int]:
         """Return all tokens with their ids, added ones too."""
@@ -48,8 +48,11 @@ class StoredTokenizer:
     ) -> dict[str, Any]:
         """Return the ids of a text or of several."""
         texts = [text] if isinstance(text, str) else text
-        found = [one.ids for one in self.backend_tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens)]
-        return {"input_ids": found[0] if isinstance(text, str) else found}
+        ids = [
+            encoding.ids
+            for encoding in self.backend_tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens)
+        ]
+        return {"input_ids": ids[0] if isinstance(text, str) else ids}
 
     def get_chat_template(self, *, tools: list[Any] | None = None) -> str:
         """Return the chat template; of several that for tools, where some are given and there is one. Raises ValueError
@@ -88,9 +91,9 @@ def store(tokenizer: Any) -> dict[str, Any] | None:
     content = str(backend.to_str()).encode()
     digest = hashlib.sha256(content).hexdigest()
     try:
-        place = _path(digest)
-        if not place.is_file() or place.read_bytes() != content:
-            write_whole(place, content)
+        path = _path(digest)
+        if not path.is_file() or path.read_bytes() != content:
+            write_whole(path, content)
     except OSError:
         return None
     return {

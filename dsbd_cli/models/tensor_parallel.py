@@ -57,9 +57,9 @@ def check_ranks(checkpoint: Checkpoint) -> None:
     spec, name = checkpoint.spec, checkpoint.name
     count = spec.tensor_parallel
     if spec.device_map is not None or spec.device not in ("auto", "cpu", "cuda"):
-        place = spec.device_map or spec.device
+        device = spec.device_map or spec.device
         raise UsageError(
-            f"tensor_parallel is {count}, but the model is to lie on {place}: drop one of them",
+            f"tensor_parallel is {count}, but the model is to lie on {device}: drop one of them",
             field="tensor_parallel",
             value=count,
         )
@@ -106,10 +106,10 @@ class Ranks:
             self.close()
             raise
 
-    def _start(self, place: RankPlace) -> subprocess.Popen[bytes]:
+    def _start(self, rank: RankPlace) -> subprocess.Popen[bytes]:
         paths = os.pathsep.join(path for path in sys.path if path)  # under Ray this process alone has some of them
-        environment = {**os.environ, "PYTHONPATH": paths, **_variables(place)}
-        with (self._folder / f"{place.rank}.log").open("wb") as log:
+        environment = {**os.environ, "PYTHONPATH": paths, **_variables(rank)}
+        with (self._folder / f"{rank.rank}.log").open("wb") as log:
             process = subprocess.Popen(
                 [sys.executable, "-c", f"from {__name__} import main; main()"],
                 stdin=subprocess.PIPE,
@@ -119,7 +119,7 @@ class Ranks:
                 start_new_session=True,  # Ctrl-C is for rank 0
             )
         assert process.stdin is not None
-        pickle.dump(place, process.stdin)
+        pickle.dump(rank, process.stdin)
         process.stdin.flush()  # and stays open: its end tells the rank that we are gone
         return process
 
@@ -276,18 +276,18 @@ def load_slice(checkpoint: Checkpoint) -> tuple[Any, Any]:
     return load(checkpoint, distributed_config=DistributedConfig(tp_size=parts, tp_plan=plan))
 
 
-def join(place: RankPlace) -> None:
+def join(rank: RankPlace) -> None:
     """Join the process group of all ranks. Tensors on a CPU are sent by gloo, those on a GPU by NCCL."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on one machine
-    os.environ |= _variables(place)
-    gpus = place.spec.device != "cpu" and torch.cuda.is_available()
+    os.environ |= _variables(rank)
+    gpus = rank.spec.device != "cpu" and torch.cuda.is_available()
     if gpus:
-        torch.cuda.set_device(place.rank)
+        torch.cuda.set_device(rank.rank)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if gpus else "gloo",
-        init_method=f"file://{place.folder}/store",
-        rank=place.rank,
-        world_size=place.spec.tensor_parallel,
+        init_method=f"file://{rank.folder}/store",
+        rank=rank.rank,
+        world_size=rank.spec.tensor_parallel,
         timeout=TIMEOUT,
     )
 
@@ -339,10 +339,10 @@ def _sendable(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
 
 
-def _variables(place: RankPlace) -> dict[str, str]:
+def _variables(own_rank: RankPlace) -> dict[str, str]:
     """Return the environment variables that transformers reads to bind a rank to its device."""
-    rank = str(place.rank)
-    return {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(place.spec.tensor_parallel)}
+    rank = str(own_rank.rank)
+    return {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(own_rank.spec.tensor_parallel)}
 
 
 def _end_with_rank_0() -> None:
@@ -354,10 +354,10 @@ def _end_with_rank_0() -> None:
 
 def main() -> NoReturn:
     """Run as a rank above 0, in a process that rank 0 has started."""
-    place: RankPlace = pickle.load(sys.stdin.buffer)
+    rank: RankPlace = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_end_with_rank_0, daemon=True).start()
     sys.stdout.write("ready\n")
     sys.stdout.flush()
-    join(place)
-    model, _ = load_slice(Checkpoint.open(place.spec))
-    serve(CausalForestModel(model, place.spec.source))
+    join(rank)
+    model, _ = load_slice(Checkpoint.open(rank.spec))
+    serve(CausalForestModel(model, rank.spec.source))

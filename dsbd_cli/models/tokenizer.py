@@ -272,8 +272,8 @@ class AheadCodec(HFCodec):
             ids = self._encoded(prompts, add_special_tokens=True) if prompts else []
         except InvalidRowError:
             ids = []
-        self._ahead = found = dict(zip(prompts, ids, strict=False))
-        return found
+        self._ahead = encoded = dict(zip(prompts, ids, strict=False))
+        return encoded
 
     def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
         if add_special_tokens and text in self._ahead:
@@ -382,7 +382,7 @@ def _steps(part: object) -> list[dict[str, Any]]:
     if not isinstance(part, dict):
         return []
     inner = part.get("normalizers") or part.get("pretokenizers")
-    return [part] if inner is None else [step for one in inner for step in _steps(one)]
+    return [part] if inner is None else [step for inner_step in inner for step in _steps(inner_step)]
 
 
 def _marked(token: str) -> bytes:

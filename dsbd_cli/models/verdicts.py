@@ -67,9 +67,9 @@ def read_verdict(digest: str) -> dict[str, Any] | None:
     with suppress(OSError, ValueError):
         text, _, checksum = _path(digest).read_text(encoding="utf-8").rpartition("\n")
         if checksum == _checksum(text):
-            found: dict[str, Any] = json.loads(text)
-            if found.get("format") == FORMAT and _is_complete(found):
-                return found
+            verdict: dict[str, Any] = json.loads(text)
+            if verdict.get("format") == FORMAT and _is_complete(verdict):
+                return verdict
     return None
 
 
@@ -77,16 +77,16 @@ def _checksum(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _is_complete(found: Mapping[str, Any]) -> bool:
+def _is_complete(verdict: Mapping[str, Any]) -> bool:
     """Return whether everything is there that a load needs: the reason why our decoder does not serve, or all
     results."""
-    return isinstance(found.get("decoder"), str) or ("decoder" in found and found.keys() >= KEYS)
+    return isinstance(verdict.get("decoder"), str) or ("decoder" in verdict and verdict.keys() >= KEYS)
 
 
-def write_verdict(digest: str, found: Mapping[str, object]) -> None:
+def write_verdict(digest: str, verdict: Mapping[str, object]) -> None:
     """Keep the results of the checks, whole or not at all. Where the folder cannot be written, later loads check
     again."""
-    text = json.dumps({"format": FORMAT, **found})
+    text = json.dumps({"format": FORMAT, **verdict})
     try:
         write_whole(_path(digest), f"{text}\n{_checksum(text)}".encode())
     except OSError as error:

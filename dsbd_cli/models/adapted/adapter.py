@@ -190,13 +190,13 @@ class TransformersForest(BaseForestModel):
         """The sizes of the model. An embedding table that is not the LM head, too, is looked up and does not count as
         read. All experts of a mixture count as read."""
         # weights of packed layers are no parameters
-        layers = [one for one in self._model.modules() if isinstance(one, PackedLinear | Int8Linear)]
-        experts = [one.forward for one in self._model.modules() if isinstance(one.forward, PackedExperts)]
-        packed = {address(part): part for one in (*layers, *experts) for part in one.packed}
-        weights = {**packed, **{one.data_ptr(): one for one in self._model.parameters()}}.values()
-        buffers = {one.data_ptr(): one for one in self._model.buffers()}.values()
-        held = sum(one.numel() * one.element_size() for one in (*weights, *buffers))
-        count = sum(one.numel() for one in weights)
+        layers = [module for module in self._model.modules() if isinstance(module, PackedLinear | Int8Linear)]
+        experts = [module.forward for module in self._model.modules() if isinstance(module.forward, PackedExperts)]
+        packed = {address(part): part for layer in (*layers, *experts) for part in layer.packed}
+        weights = {**packed, **{weight.data_ptr(): weight for weight in self._model.parameters()}}.values()
+        buffers = {buffer.data_ptr(): buffer for buffer in self._model.buffers()}.values()
+        held = sum(tensor.numel() * tensor.element_size() for tensor in (*weights, *buffers))
+        count = sum(weight.numel() for weight in weights)
         table = self._model.get_input_embeddings().weight
         head = getattr(self._model.get_output_embeddings(), "weight", None)
         if table.data_ptr() in packed or (head is not None and head.data_ptr() == table.data_ptr()):
@@ -279,8 +279,8 @@ class TransformersForest(BaseForestModel):
         output = self._call(self._model if logits else self._body, batch)
         if self._tap is not None:
             self._leave_states([self._noted_states[number] for number in self._tap.layers or (LAST,)])
-        found: Tensor | None = output.logits if logits else None
-        return found
+        values: Tensor | None = output.logits if logits else None
+        return values
 
     def _masks(self, batch: ForestInput, metadata: AttentionMetadata) -> Tensor | dict[str, Tensor]:
         kinds = self._plan.kinds

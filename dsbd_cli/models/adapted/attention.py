@@ -169,11 +169,11 @@ def _forward(
         return states.unflatten(-1, (heads, -1)).transpose(1, 2)  # [B, H, T, E]
 
     cache = past_key_values
-    known = False
+    is_kept = False
     if isinstance(cache, EncoderDecoderCache):
-        known = source is not None and bool(cache.is_updated.get(layer.layer_idx))
+        is_kept = source is not None and bool(cache.is_updated.get(layer.layer_idx))
         cache = cache.self_attention_cache if source is None else cache.cross_attention_cache
-    if known:
+    if is_kept:
         keys, values = cache.layers[layer.layer_idx].keys, cache.layers[layer.layer_idx].values
     else:
         read = hidden_states if source is None else source

@@ -154,9 +154,9 @@ class CrossCache(Cache):
             for stored in layer.stored:
                 index = rows.to(stored.device)
                 stored[: len(index)] = stored.index_select(0, index)
-        known = [self.lengths[row] for row in rows.tolist()]
-        self.lengths[: len(known)] = known
-        self.sizes[: len(known)] = self.sizes[rows.to(self.sizes.device)]
+        lengths = [self.lengths[row] for row in rows.tolist()]
+        self.lengths[: len(lengths)] = lengths
+        self.sizes[: len(lengths)] = self.sizes[rows.to(self.sizes.device)]
 
     def clear(self, row: int) -> None:
         """Zero one row."""

@@ -110,8 +110,8 @@ class Seq2SeqCodec(HFCodec):
         InvalidRowError."""
         language = asked.target_lang
         if language is None:
-            given = self._rules.forced_bos_token_id
-            if self._required and self._speaks and given is None and not self._is_language(self._start):
+            forced = self._rules.forced_bos_token_id
+            if self._required and self._speaks and forced is None and not self._is_language(self._start):
                 raise InvalidRowError(
                     "target_lang is missing: the target translates into many languages: give the one that is wanted"
                 )
@@ -135,13 +135,13 @@ class Seq2SeqCodec(HFCodec):
         vocabulary, added = self._tokenizer.get_vocab(), self._tokenizer.added_tokens_decoder
         if name in self._codes:
             return self._codes[name]
-        found = [vocabulary[word] for word in (name, f"__{name}__") if vocabulary.get(word) in added]
-        if not found:
+        token_ids = [vocabulary[word] for word in (name, f"__{name}__") if vocabulary.get(word) in added]
+        if not token_ids:
             some = ", ".join(list(self._codes)[:3] or [item.content.strip("_") for item in list(added.values())[-3:]])
             raise InvalidRowError(
                 f"{field} is {shorten(name)}, which the target's tokenizer does not know: it knows {some} and others"
             )
-        return found[0]
+        return token_ids[0]
 
     @contextmanager
     def _speaking(self, language: str | None) -> Iterator[None]:

@@ -95,8 +95,8 @@ class PackedExperts:
         k] int64, the experts of each token. top_k_weights: [t, k], the weights of these."""
         chosen, order = top_k_index.flatten().sort(stable=True)
         counts = torch.bincount(chosen, minlength=len(self._first))[: len(self._first)].tolist()
-        given = hidden_states[order // top_k_index.shape[1]].split([*counts, len(order) - sum(counts)])
-        made = [self._expert(expert, x) for expert, x in enumerate(given[:-1]) if len(x)]
+        inputs = hidden_states[order // top_k_index.shape[1]].split([*counts, len(order) - sum(counts)])
+        made = [self._expert(expert, x) for expert, x in enumerate(inputs[:-1]) if len(x)]
         outputs = hidden_states.new_zeros(len(order), hidden_states.shape[1])  # ids past the last expert stand for none
         if made:
             outputs[order[: sum(counts)]] = torch.cat(made)
@@ -149,8 +149,8 @@ def pack(model: nn.Module) -> int:
     packed layer reads it where it lies.
     """
     # small ones too, because the bits of a row in torch's own products depend on the other rows
-    made, found = 0, [(parent, name) for parent, name, _ in plain_linears(model, 1, 1)]
-    for parent, name in found:
+    made, replaced = 0, [(parent, name) for parent, name, _ in plain_linears(model, 1, 1)]
+    for parent, name in replaced:
         if (packed := PackedLinear.of(getattr(parent, name))) is not None:
             setattr(parent, name, packed)
             made += 1
@@ -210,8 +210,8 @@ def _expert_products(experts: Any, name: str) -> list[Linear] | None:
     weights = weights.transpose(1, 2) if experts.is_transposed else weights
     biases = getattr(experts, f"{name}_bias").detach() if experts.has_bias else [None] * len(weights)
     made = [packed_linear([weight], [bias]) for weight, bias in zip(weights, biases, strict=True)]
-    found: list[Linear] = [product for product in made if product is not None]
-    return found if len(found) == len(made) else None
+    products: list[Linear] = [product for product in made if product is not None]
+    return products if len(products) == len(made) else None
 
 
 def _is_router(module: nn.Module) -> bool:
@@ -315,11 +315,11 @@ def quantize(model: nn.Module, calibrate: Callable[[], object], least: int = LEA
     calibrate: runs tokens through the model. Layers that it does not reach stay as they are. So do products of fewer
     than `least` weights, for which int8 is no gain: the work around the product takes longer than the product.
     """
-    found = list(plain_linears(model))
+    linears = list(plain_linears(model))
     watch = _Watch()
     hooks = [
         child.register_forward_pre_hook(lambda layer, inputs, parent=parent: watch(parent, layer, inputs[0]))
-        for parent, _, child in found
+        for parent, _, child in linears
     ]
     try:
         with torch.inference_mode():
@@ -329,10 +329,10 @@ def quantize(model: nn.Module, calibrate: Callable[[], object], least: int = LEA
             hook.remove()
     watch.last.clear()
     together: dict[nn.Module, list[tuple[nn.Module, str, nn.Linear | Conv1D]]] = {}
-    for item in found:
+    for item in linears:
         if item[2] in watch.seen:
             together.setdefault(watch.seen[item[2]].first, []).append(item)
-    del found
+    del linears
     made = 0
     while together:  # each original weight is freed as soon as it is converted
         first, layers = together.popitem()

@@ -132,8 +132,8 @@ class PictureCodec(Seq2SeqCodec):
     def _pixels(self, picture: Image) -> Tensor:
         """Return the pixels of a picture [C, H, W], or its patches [Z, d] without padding: float32."""
         made = self._processor(picture, return_tensors="pt")
-        found: Tensor = made[self._input_name][0]
-        return found if self._input_name == "pixel_values" else found[made["attention_mask"][0].bool()]
+        pixels: Tensor = made[self._input_name][0]
+        return pixels if self._input_name == "pixel_values" else pixels[made["attention_mask"][0].bool()]
 
 
 def _bounded(resize: Callable[..., Any]) -> Callable[..., Any]:

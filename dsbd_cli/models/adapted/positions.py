@@ -51,7 +51,7 @@ class DecoderPositions:
         decoder = decoder_of(model)
         # a model that wraps a whole language model hands on what begins with decoder_
         taking = {"position_ids": model.get_decoder()} if model.get_decoder() is not decoder else {ARGUMENT: model}
-        taken = any(name in inspect.signature(type(one).forward).parameters for name, one in taking.items())
+        taken = any(name in inspect.signature(type(module).forward).parameters for name, module in taking.items())
         self.argument = ARGUMENT if taken else None
         self.kinds = ["argument"] if self.argument else []
         child = getattr(decoder, "embed_positions", None)
@@ -87,11 +87,11 @@ class DecoderPositions:
             if self._current is None:
                 return stock(*args, **kwargs)
             positions, tokens = self._current.positions, self._current.tokens
-            found = self._table.to(positions.device)[positions]
+            embedded = self._table.to(positions.device)[positions]
             if self._padding is None or tokens is None:
-                return found
+                return embedded
             token, row = self._padding
-            return torch.where((tokens == token).unsqueeze(-1), row.to(found.device), found)
+            return torch.where((tokens == token).unsqueeze(-1), row.to(embedded.device), embedded)
 
         return forward
 
@@ -113,16 +113,18 @@ class DecoderPositions:
                 return bias
             away = now.slot_positions[:, None, :] - now.positions[:, :, None]  # [R, n, S]
             bucket = layer._relative_position_bucket(away, **settings)
-            found: Tensor = layer.relative_attention_bias(bucket.to(layer.relative_attention_bias.weight.device))
-            return found.permute(0, 3, 1, 2)
+            position_bias: Tensor = layer.relative_attention_bias(
+                bucket.to(layer.relative_attention_bias.weight.device)
+            )
+            return position_bias.permute(0, 3, 1, 2)
 
         return compute_bias
 
 
 def decoder_of(model: Any) -> Any:
     """Return the decoder of an encoder-decoder model, without its head where `get_decoder` gives a language model."""
-    found = model.get_decoder()
-    return found if getattr(found, "get_output_embeddings", lambda: None)() is None else found.get_decoder()
+    decoder = model.get_decoder()
+    return decoder if getattr(decoder, "get_output_embeddings", lambda: None)() is None else decoder.get_decoder()
 
 
 def _padding(model: Any, decoder: Any, child: nn.Module, table: Tensor) -> tuple[int, Tensor] | None:

@@ -31,7 +31,7 @@ def open_file(field: str, path: str) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def readable(field: str, given: str) -> Iterator[None]:
+def readable(field: str, path: str) -> Iterator[None]:
     """Turn every exception that is raised inside into an InvalidRowError, because libraries raise many kinds. Our own
     errors pass."""
     try:
@@ -40,20 +40,20 @@ def readable(field: str, given: str) -> Iterator[None]:
         raise
     except Exception as error:
         reason = getattr(error, "strerror", None) or one_line(error)
-        raise InvalidRowError(f"{field} is {shown(given)}, which cannot be read: {reason}") from None
+        raise InvalidRowError(f"{field} is {shown(path)}, which cannot be read: {reason}") from None
 
 
-def shown(given: str) -> str:
+def shown(written: str) -> str:
     """Return a value as it appears in an error message. A path begins at the working folder where that is shorter, and
     is cut to its end where it is long. Other values are cut to their beginning."""
-    if not os.path.isabs(given):
-        return shorten(given)
-    path = min(given, os.path.relpath(given), key=len)
+    if not os.path.isabs(written):
+        return shorten(written)
+    path = min(written, os.path.relpath(written), key=len)
     return shorten(path if len(path) < MAX_SHOWN - 2 else f"…{path[4 - MAX_SHOWN :]}")
 
 
-def _ordinary_size(field: str, path: str, found: os.stat_result) -> int:
+def _ordinary_size(field: str, path: str, status: os.stat_result) -> int:
     """Return the bytes of a file. Raises InvalidRowError for pipes, devices and folders."""
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise InvalidRowError(f"{field} is {shown(path)}, which is no file")
-    return found.st_size
+    return status.st_size

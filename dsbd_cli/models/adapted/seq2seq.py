@@ -160,26 +160,28 @@ class Seq2SeqForestModel(TransformersForest):
         if self._shared:
             return
         groups = defaultdict[tuple[int, ...], list[int]](list)
-        for place, encoder_input in enumerate(encoder_inputs):
-            groups[self._batch_key(place, encoder_input)].append(place)
-        read = [(places, *self._encoded([encoder_inputs[place] for place in places])) for places in groups.values()]
+        for index, encoder_input in enumerate(encoder_inputs):
+            groups[self._batch_key(index, encoder_input)].append(index)
+        read = [(places, *self._encoded([encoder_inputs[index] for index in places])) for places in groups.values()]
         apart = defaultdict[int, list[tuple[list[int], Tensor, Any]]](list)
         for number, group in enumerate(read):
             apart[0 if self._rows_alike else number].append(group)
         for parts in apart.values():
             width = max(hidden.shape[1] for _, hidden, _ in parts)
-            hidden = torch.cat([nn.functional.pad(one, (0, 0, 0, width - one.shape[1])) for _, one, _ in parts])
-            places = [place for some, _, _ in parts for place in some]
-            together = [rows[place] for place in places]
+            hidden = torch.cat(
+                [nn.functional.pad(states, (0, 0, 0, width - states.shape[1])) for _, states, _ in parts]
+            )
+            places = [index for some, _, _ in parts for index in some]
+            together = [rows[index] for index in places]
             # the decoder attends to all places of speech
             heard = encoder_inputs[0].is_floating_point()
-            lengths = [hidden.shape[1] if heard else len(encoder_inputs[place]) for place in places]
+            lengths = [hidden.shape[1] if heard else len(encoder_inputs[index]) for index in places]
             self._project(together, hidden, lengths, parts[0][2])
             follower = self._follower
             if follower is not None and follower._cache.rows > max(together):  # else nobody drafts with it
                 follower._project(together, hidden.to(follower.device), lengths, parts[0][2])
 
-    def _batch_key(self, place: int, encoder_input: Tensor) -> tuple[int, ...]:
+    def _batch_key(self, index: int, encoder_input: Tensor) -> tuple[int, ...]:
         """Return a key. Sources with equal keys share a forward of the encoder.
 
         On the CPU sources of up to PADDED_TO tokens share one where products do not depend on the number of rows. They
@@ -190,7 +192,7 @@ class Seq2SeqForestModel(TransformersForest):
             width = (len(encoder_input) // STEP + 1) * STEP
             if self.max_encoder_input is None or width <= self.max_encoder_input:
                 return (-1, width)
-        return (place if self._device.type == "cpu" else -2, *encoder_input.shape)
+        return (index if self._device.type == "cpu" else -2, *encoder_input.shape)
 
     def layers_replaced(self) -> None:
         super().layers_replaced()

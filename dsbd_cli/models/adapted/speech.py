@@ -114,7 +114,7 @@ class WhisperCodec(Seq2SeqCodec):
         """Return the bytes that each id adds, as other codecs do; a time adds nothing to the text."""
         if self._bytes is None and self.timestamps is not None:
             first = self.timestamps.first
-            self._bytes = [b"" if token >= first else one for token, one in enumerate(super().token_bytes())]
+            self._bytes = [b"" if token >= first else spelled for token, spelled in enumerate(super().token_bytes())]
         return super().token_bytes(skip_special_tokens=skip_special_tokens)
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
@@ -128,7 +128,7 @@ class WhisperCodec(Seq2SeqCodec):
         assert times is not None, "checked when the request was read"
         hidden = self.eos_ids if skip_special_tokens else ()
         decode = partial(self.decode, skip_special_tokens=skip_special_tokens)
-        found: list[Segment] = []
+        segments: list[Segment] = []
         start, text = 0.0, list[int]()
         for token in ids:
             if token < times.first:
@@ -136,10 +136,10 @@ class WhisperCodec(Seq2SeqCodec):
                 continue
             now = round((token - times.first) * times.seconds, 3)
             if text:
-                found.append(Segment(start, now, decode(text)))
+                segments.append(Segment(start, now, decode(text)))
                 text = []
             start = now
-        return (*found, Segment(start, None, decode(text))) if text else tuple(found)
+        return (*segments, Segment(start, None, decode(text))) if text else tuple(segments)
 
     def _times(self, settings: Any) -> Timestamps | None:
         """Return the tokens of times that the checkpoint's generation settings or its vocabulary name; None where they

@@ -115,7 +115,7 @@ def by_parts(mask: LayerMask, query: Tensor, key: Tensor, value: Tensor, scoring
     if max(split.prompt_slots):
         hidden = mask.prompt_mask(grouped.shape[2])
         part = prompt_attention(split.prompt_slots, query, key, value, hidden, scoring.scale)
-        prompts, log_sum = (one[:, :, : groups * count].unflatten(2, (groups, count)) for one in part)
+        prompts, log_sum = (part[:, :, : groups * count].unflatten(2, (groups, count)) for part in part)
     if not split.width:
         assert prompts is not None
         return prompts.flatten(1, 2).transpose(1, 2).contiguous()
@@ -199,7 +199,7 @@ def _fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
     fused = nn.functional.scaled_dot_product_attention
     if groups == 1 or count > 2 * kv_heads * dim:
         if groups > 1:
-            key, value = (one.repeat_interleave(groups, 1) for one in (key, value))
+            key, value = (tensor.repeat_interleave(groups, 1) for tensor in (key, value))
         return fused(query, key, value, attn_mask=mask, scale=scale).transpose(1, 2).contiguous()
     grouped, wide = query.reshape(rows, kv_heads, groups * count, dim), mask.repeat(1, 1, groups, 1)
     out = fused(grouped, key, value, attn_mask=wide, scale=scale)

@@ -50,7 +50,7 @@ class View:
         """Return a copy for a program, with room for longer paths."""
         raise NotImplementedError
 
-    def load(self, given: Any) -> None:
+    def load(self, other: Any) -> None:
         """Replace the contents of this copy by those of another view of its kind with the same key."""
         raise NotImplementedError
 
@@ -125,9 +125,9 @@ class LayerViews:
         """Return a copy for a program."""
         return replace(self, views=[view.copy() for view in self.views])
 
-    def load(self, given: LayerViews) -> None:
+    def load(self, other: LayerViews) -> None:
         """Replace the contents of this copy."""
-        for view, given_view in zip(self.views, given.views, strict=True):
+        for view, given_view in zip(self.views, other.views, strict=True):
             view.load(given_view)
 
 
@@ -182,10 +182,10 @@ class PrefixView(View):
     def copy(self) -> PrefixView:
         return replace(self, counts=self.counts.clone(), rows=None if self.rows is None else self.rows.clone())
 
-    def load(self, given: PrefixView) -> None:
-        self.counts.copy_(given.counts)
-        if self.rows is not None and given.rows is not None:
-            self.rows.copy_(given.rows)
+    def load(self, other: PrefixView) -> None:
+        self.counts.copy_(other.counts)
+        if self.rows is not None and other.rows is not None:
+            self.rows.copy_(other.rows)
 
 
 @dataclass(slots=True)
@@ -240,14 +240,14 @@ class PathView(View):
         prompt = None if self.prompt is None else self.prompt.copy()
         return replace(self, paths=wide, prompt_mask=hidden, prompt=prompt)
 
-    def load(self, given: PathView) -> None:
-        self.paths.slots[:, :, : given.paths.slots.shape[2]].copy_(given.paths.slots)
-        self.paths.counts.copy_(given.paths.counts)
-        self.paths.bounds.copy_(given.paths.bounds)
-        if self.prompt_mask is not None and given.prompt_mask is not None:
-            self.prompt_mask.copy_(given.prompt_mask)
-        if self.prompt is not None and given.prompt is not None:
-            self.prompt.load(given.prompt)
+    def load(self, other: PathView) -> None:
+        self.paths.slots[:, :, : other.paths.slots.shape[2]].copy_(other.paths.slots)
+        self.paths.counts.copy_(other.paths.counts)
+        self.paths.bounds.copy_(other.paths.bounds)
+        if self.prompt_mask is not None and other.prompt_mask is not None:
+            self.prompt_mask.copy_(other.prompt_mask)
+        if self.prompt is not None and other.prompt is not None:
+            self.prompt.load(other.prompt)
 
 
 def _padded(size: int) -> int:
@@ -279,5 +279,5 @@ class MaskView(View):
     def copy(self) -> MaskView:
         return replace(self, mask=self.mask.copy())
 
-    def load(self, given: MaskView) -> None:
-        self.mask.additive.copy_(given.mask.additive)
+    def load(self, other: MaskView) -> None:
+        self.mask.additive.copy_(other.mask.additive)

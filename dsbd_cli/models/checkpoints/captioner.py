@@ -14,8 +14,8 @@ class BlipCaptioner(BlipForConditionalGeneration):
 
     def get_encoder(self, modality: str | None = None) -> nn.Module:
         """Return the vision model."""
-        found: nn.Module = self.vision_model
-        return found
+        encoder: nn.Module = self.vision_model
+        return encoder
 
     def begin_as_blip(self) -> None:
         """Set the first and the last token to those of BLIP's own `generate`, whatever the generation settings are."""

@@ -106,7 +106,7 @@ def fit(large: Checkpoint, small: Checkpoint) -> Fit:
     from dsbd_cli.models.checkpoints.vocabulary import check_pair
 
     ours, theirs = large.codec, small.codec
-    our_text, their_text = (one.config.get_text_config(decoder=True) for one in (large, small))
+    our_text, their_text = (checkpoint.config.get_text_config(decoder=True) for checkpoint in (large, small))
     our_limit, their_limit = (getattr(text, "max_position_embeddings", None) for text in (our_text, their_text))
     if head_rows(large.path) is not None:
         raise trimmed_target(large.spec)
@@ -149,9 +149,9 @@ def add_name(name: str, source: str) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()  # a file that DSBD_MODELS_FILE names must be there to be read
         with replacing(path) as stream:  # locked, so that of two commands at once neither loses its name
-            place = _place(name, source, path)
-            text = _with_line(path.read_text(encoding="utf-8"), name, place)
-            if _table(text).get(name) != place:
+            path_or_id = _place(name, source, path)
+            text = _with_line(path.read_text(encoding="utf-8"), name, path_or_id)
+            if _table(text).get(name) != path_or_id:
                 raise UsageError(f"{path} is written in a way that nothing can be added to: add {name} by hand")
             os.fchmod(stream.fileno(), stat.S_IMODE(path.stat().st_mode))
             buffered = BufferedWriter(stream)
@@ -180,10 +180,10 @@ def _place(name: str, source: str, path: Path) -> str:
     if parts_of(source)[1]:
         raise UsageError(f"{source} has an adapter, but a name stands for a model alone: NAME+ADAPTER uses it")
     location = resolve(source, "target")
-    place = shown(location) if location.kind == "hub" else str(Path(location.path).resolve())
-    if not is_utf8(place):
-        raise UsageError(f"SOURCE is {place!r}, whose name is not UTF-8, as {path} must be: rename the folder")
-    return place
+    path_or_id = shown(location) if location.kind == "hub" else str(Path(location.path).resolve())
+    if not is_utf8(path_or_id):
+        raise UsageError(f"SOURCE is {path_or_id!r}, whose name is not UTF-8, as {path} must be: rename the folder")
+    return path_or_id
 
 
 def _table(text: str) -> dict[str, object]:

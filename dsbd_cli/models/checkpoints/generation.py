@@ -57,26 +57,26 @@ class CheckpointSettings:
     @property
     def config(self) -> Any:
         """A stand-in for the config, with the fields that are read in addition to a DecoderSpec."""
-        found = SimpleNamespace(eos_token_id=self.eos, is_encoder_decoder=False)
-        found.get_text_config = lambda decoder: found
-        return found
+        config = SimpleNamespace(eos_token_id=self.eos, is_encoder_decoder=False)
+        config.get_text_config = lambda decoder: config
+        return config
 
 
 def read_generation(folder: Path) -> dict[str, Any]:
     """Return the generation settings of a checkpoint folder. Raises ModelError."""
-    place = folder / "generation_config.json"
-    return read_settings(place) if place.is_file() else {}
+    file = folder / "generation_config.json"
+    return read_settings(file) if file.is_file() else {}
 
 
-def read_settings(place: Path) -> dict[str, Any]:
+def read_settings(file: Path) -> dict[str, Any]:
     """Return the settings in a JSON file of a checkpoint. Raises ModelError."""
     try:
-        found = json.loads(place.read_text(encoding="utf-8"))
+        settings = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{place} cannot be read: {' '.join(str(error).split())[:120]}") from None
-    if not isinstance(found, dict):
-        raise ModelError(f"{place} is no object of settings")
-    return found
+        raise ModelError(f"{file} cannot be read: {' '.join(str(error).split())[:120]}") from None
+    if not isinstance(settings, dict):
+        raise ModelError(f"{file} is no object of settings")
+    return settings
 
 
 def positions_of(config: Any) -> int | None:
@@ -96,18 +96,21 @@ def eos_ids(model: Any, tokenizer: Any, *, own_too: bool = False) -> tuple[int, 
     own_too: it is one of them in any case. Raises ModelError for what is no token id.
     """
     for source in (getattr(model, "generation_config", None), model.config.get_text_config(decoder=True), tokenizer):
-        found = getattr(source, "eos_token_id", None)
-        if found is not None and found != []:
+        ids_of_source = getattr(source, "eos_token_id", None)
+        if ids_of_source is not None and ids_of_source != []:
             own = getattr(tokenizer, "eos_token_id", None)
             try:
-                ids = [operator.index(token) for token in (found if isinstance(found, (list, tuple)) else [found])]
+                ids = [
+                    operator.index(token)
+                    for token in (ids_of_source if isinstance(ids_of_source, (list, tuple)) else [ids_of_source])
+                ]
             except TypeError:
                 wanted = "but must be a token id or a list of them"
-                raise ModelError(f"eos_token_id of the checkpoint is {shorten(found)}, {wanted}") from None
+                raise ModelError(f"eos_token_id of the checkpoint is {shorten(ids_of_source)}, {wanted}") from None
             if own_too and own is not None:
                 ids.append(own)
-            known = dict.fromkeys(token for token in ids if token >= 0)  # a number below 0 stands for no token
-            return tuple(sorted(known, key=lambda token: token != own))
+            valid = dict.fromkeys(token for token in ids if token >= 0)  # a number below 0 stands for no token
+            return tuple(sorted(valid, key=lambda token: token != own))
     return ()
 
 
@@ -115,7 +118,7 @@ def checkpoint_rules(model: Any) -> TokenRules:
     """Return the token rules of a transformers model's generation settings. Raises ModelError for values that are
     none."""
     config = getattr(model, "generation_config", None)
-    found: dict[str, Any] = {}
+    rules: dict[str, Any] = {}
     for name in NAMES:
         value: Any = getattr(config, name, None)
         if value is None or name in OF_REQUESTS:
@@ -141,8 +144,8 @@ def checkpoint_rules(model: Any) -> TokenRules:
             shown = shorten(getattr(config, name))
             raise ModelError(f"generation settings of the checkpoint: {name} is {shown}, which it cannot be") from None
         if value is not None:
-            found[name] = value
-    return TokenRules(**found)
+            rules[name] = value
+    return TokenRules(**rules)
 
 
 def unsupported_settings(model: Any) -> tuple[str, ...]:
@@ -181,5 +184,5 @@ def checkpoint_search(model: Any) -> dict[str, object]:
     """Return the number of beams, length penalty and early stopping that the checkpoint asks for, where they are not
     usual."""
     config = getattr(model, "generation_config", None)
-    found = {name: getattr(config, name, None) for name in SEARCH}
-    return {name: value for name, value in found.items() if value is not None and value != SEARCH[name]}
+    search = {name: getattr(config, name, None) for name in SEARCH}
+    return {name: value for name, value in search.items() if value is not None and value != SEARCH[name]}

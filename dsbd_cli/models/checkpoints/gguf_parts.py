@@ -22,10 +22,10 @@ _lock = threading.Lock()  # of what is patched
 def gguf_parts(file: Path) -> list[Path]:
     """Return the files of the whole that a GGUF file is a part of, the first one first. They may be missing. A file
     that is no part is the whole."""
-    found = PART.fullmatch(file.name)
-    if found is None:
+    match = PART.fullmatch(file.name)
+    if match is None:
         return [file]
-    name, _, count, suffix = found.groups()
+    name, _, count, suffix = match.groups()
     return [file.with_name(f"{name}-{number:05}-of-{count}{suffix}") for number in range(1, max(1, int(count)) + 1)]
 
 
@@ -60,30 +60,32 @@ def reading_parts(file: Path) -> Iterator[None]:
 
     tensors = [tensor for part in others for tensor in gguf.GGUFReader(part).tensors]
     infos = tuple(
-        TensorInfo(one.name, tuple(map(int, reversed(one.shape))), int(one.tensor_type), 0, int(one.n_bytes))
-        for one in tensors
+        TensorInfo(
+            tensor.name, tuple(map(int, reversed(tensor.shape))), int(tensor.tensor_type), 0, int(tensor.n_bytes)
+        )
+        for tensor in tensors
     )
 
     def header(path: str) -> Any:
         first = read_header(path)
         return first._replace(tensors=(*first.tensors, *infos))
 
-    def metadata(path: str, *given: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
-        values, names = read_gguf_metadata(path, *given)
+    def metadata(path: str, *arguments: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
+        values, names = read_gguf_metadata(path, *arguments)
         return values, (*names, *(info.name for info in infos))
 
     def state(whole: Any) -> dict[str, Any]:
-        found = load_gguf_state_dict(whole._replace(tensors=whole.tensors[: len(whole.tensors) - len(infos)]))
+        state_dict = load_gguf_state_dict(whole._replace(tensors=whole.tensors[: len(whole.tensors) - len(infos)]))
         for info, tensor in zip(infos, tensors, strict=True):
             shape = tensor.data.shape if info.ggml_type in GGML_BLOCK else info.shape
-            found[info.name] = LazyGgufTensor(tensor.data.reshape(-1).view("uint8"), info.ggml_type, shape)
-        return found
+            state_dict[info.name] = LazyGgufTensor(tensor.data.reshape(-1).view("uint8"), info.ggml_type, shape)
+        return state_dict
 
     class Reader(gguf.GGUFReader):
         """A reader of the first part with the tensors of all."""
 
-        def __init__(self, *given: Any, **more: Any) -> None:
-            super().__init__(*given, **more)
+        def __init__(self, *arguments: Any, **more: Any) -> None:
+            super().__init__(*arguments, **more)
             self.tensors = [*self.tensors, *tensors]
 
     with _lock, ExitStack() as stack:

@@ -137,8 +137,8 @@ def install(model: Any, head: TrimmedHead, name: str) -> None:
 
 def installed(model: Any) -> tuple[Tensor, int] | None:
     """Return the ids [n] of the head's rows and V, as `install` has recorded them; None for an ordinary model."""
-    found: tuple[Tensor, int] | None = getattr(model, "dsbd_head", None)
-    return found
+    head: tuple[Tensor, int] | None = getattr(model, "dsbd_head", None)
+    return head
 
 
 def _digest(tensors: dict[str, Tensor]) -> str:

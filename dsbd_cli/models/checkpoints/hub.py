@@ -82,10 +82,10 @@ def cached_folder(location: Location, config: str = "config.json") -> Path | Non
 
     try:
         cache = constants.HF_HUB_CACHE
-        found = try_to_load_from_cache(location.path, config, cache_dir=cache, revision=location.revision)
+        cached = try_to_load_from_cache(location.path, config, cache_dir=cache, revision=location.revision)
     except HFValidationError:
         raise ModelNotFoundError(f"{location.path!r} is not a possible hub id") from None
-    return Path(found).parent if isinstance(found, str) else None
+    return Path(cached).parent if isinstance(cached, str) else None
 
 
 def has_weights(folder: Path) -> bool:

@@ -32,22 +32,22 @@ def mark(folder: Path, config: Any) -> None:
     if config.model_type != "llama":
         return
     names = _weight_names(folder)
-    found = [part for part in PARTS if any(f"self_attn.{part}" in name for name in names)]
+    parts = [part for part in PARTS if any(f"self_attn.{part}" in name for name in names)]
     for name in ("linear_group_size", "linear_kernel_size"):
         value = getattr(config, name, None)
         if value is not None and (type(value) is not int or value < 1):
             raise ModelError(f"{folder}/config.json: {name} is {shorten(value)}, but must be a whole number from 1 on")
-    if found or getattr(config, "linear_group_size", None):
+    if parts or getattr(config, "linear_group_size", None):
         config.linear_group_size = getattr(config, "linear_group_size", None) or GROUP
         config.linear_kernel_size = getattr(config, "linear_kernel_size", None) or KERNEL
-        config.linear_parts = found
+        config.linear_parts = parts
         config.base_model_tp_plan = None  # a rank would hold some heads of a state that is made for all
 
 
 def unread(config: Any, names: Iterable[str]) -> list[str]:
     """Return which weights of linear attention are among these names, which a model of this config has not read."""
-    known = getattr(config, "linear_parts", ())
-    return sorted(name for name in names if any(f"self_attn.{part}" in name for part in PARTS if part not in known))
+    marked = getattr(config, "linear_parts", ())
+    return sorted(name for name in names if any(f"self_attn.{part}" in name for part in PARTS if part not in marked))
 
 
 def _weight_names(folder: Path) -> set[str]:

@@ -143,9 +143,9 @@ def resolve(source: str, role: str = "target") -> Location:
     names = {**ALIASES, **user_aliases()}
     name, at, revision = source.partition("@")
     named = f"{names[name]}@{revision}" if at and source not in names and name in names else names.get(source)
-    place = source if named is None else named
+    path_or_id = source if named is None else named
     shown = repr(source) if named is None else f"{source!r} (which means {named!r})"
-    folder = expanded(place)
+    folder = expanded(path_or_id)
     if folder.is_dir():
         return Location("folder", str(folder))
     if folder.suffix.lower() == ".gguf" and folder.is_file():
@@ -154,9 +154,9 @@ def resolve(source: str, role: str = "target") -> Location:
         raise ModelNotFoundError(
             f"{role} model {shown} is a file: give the folder that holds config.json, or a file that ends in .gguf"
         )
-    if hub := hub_location(place):
+    if hub := hub_location(path_or_id):
         return hub
-    if _looks_like_path(place) or folder.suffix.lower() == ".gguf":
+    if _looks_like_path(path_or_id) or folder.suffix.lower() == ".gguf":
         what = "file" if folder.suffix.lower() == ".gguf" else "folder"
         raise ModelNotFoundError(f"{role} model {shown}: there is no such {what}")
     raise ModelNotFoundError(f"{role} model {shown} is not known{_near(source)}")
@@ -164,9 +164,9 @@ def resolve(source: str, role: str = "target") -> Location:
 
 def hub_location(source: str) -> Location | None:
     """Return the place of a hub id with its revision; None for a source that is no hub id."""
-    if _looks_like_path(source.partition("@")[0]) or not (found := _HUB_ID.fullmatch(source)):
+    if _looks_like_path(source.partition("@")[0]) or not (match := _HUB_ID.fullmatch(source)):
         return None
-    return None if source.lower().endswith(".gguf") else Location("hub", found[1], found[2])
+    return None if source.lower().endswith(".gguf") else Location("hub", match[1], match[2])
 
 
 def _builtin(source: str, role: str) -> Location:

@@ -183,8 +183,8 @@ def _size(model: BaseForestModel) -> int:
 def _encode(model: Seq2SeqForestModel, company: Surroundings) -> None:
     """Encode the text's own source, and sources of other lengths for its neighbours, all in one call."""
     limit = model.max_encoder_input or max(ENCODER_LENGTHS)
-    place = [(row - company.row) % len(ENCODER_LENGTHS) for row in range(company.rows)]  # 0 of the text
-    encoder_inputs = [sample_encoder_input(model, min(ENCODER_LENGTHS[-seed], limit), seed) for seed in place]
+    lengths = [(row - company.row) % len(ENCODER_LENGTHS) for row in range(company.rows)]  # 0 of the text
+    encoder_inputs = [sample_encoder_input(model, min(ENCODER_LENGTHS[-seed], limit), seed) for seed in lengths]
     model.encode(range(company.rows), encoder_inputs)
 
 

@@ -90,7 +90,7 @@ def self_test(model: BaseForestModel) -> SelfTestReport:
     if model.state_bytes(0):
         with unsupported(model.architecture):
             grown, nodes = _in_production_order(model, tokens)
-        report = max(report, checked(grown, nodes, "recurrent states"), key=lambda one: one.largest_error)
+        report = max(report, checked(grown, nodes, "recurrent states"), key=lambda checks: checks.largest_error)
     return report
 
 

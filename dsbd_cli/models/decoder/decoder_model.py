@@ -60,9 +60,9 @@ class _LayerProgram:
         """Copy the inputs of a forward into those of the program."""
         self.hidden.copy_(hidden)
         self.inputs.slots.copy_(inputs.slots)
-        for home, given in zip(self.inputs.angles, inputs.angles, strict=True):
-            home[0].copy_(given[0])
-            home[1].copy_(given[1])
+        for home, angles in zip(self.inputs.angles, inputs.angles, strict=True):
+            home[0].copy_(angles[0])
+            home[1].copy_(angles[1])
         self.inputs.attention.load(inputs.attention)
 
 
@@ -157,10 +157,10 @@ class DecoderForestModel(BaseForestModel):
     def size(self) -> ModelSize:
         weights, spec = self.decoder.weights, self.decoder.spec
         linears = [linear for layer in weights.layers for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-        held = [one for linear in (*linears, weights.head) for one in linear.weights]
+        held = [weight for linear in (*linears, weights.head) for weight in linear.weights]
         table = weights.table
-        shared = any(address(one) == table.data_ptr() for one in held)
-        read = sum(one.nbytes for one in held)
+        shared = any(address(weight) == table.data_ptr() for weight in held)
+        read = sum(weight.nbytes for weight in held)
         inputs = (spec.hidden, spec.heads * spec.head_dim, spec.hidden, spec.inner) * spec.layers
         count = sum(sum(linear.parts) * wide for linear, wide in zip(linears, inputs, strict=True))
         count += self._width * spec.hidden
@@ -289,12 +289,12 @@ class DecoderForestModel(BaseForestModel):
     def _angles_at(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return cosines and sines [R, n, E] of the rotary angles at positions [R, n], by kind of rotary positions."""
         most = max(POSITION_STEP, self._cache.slots, positions.shape[1])
-        known = len(self._angles[0][0]) if self._angles else 0
-        if known < most:
+        computed = len(self._angles[0][0]) if self._angles else 0
+        if computed < most:
             size = -(-most // POSITION_STEP) * POSITION_STEP
             dim = self.decoder.spec.head_dim
             self._angles = [
-                tuple(one.to(self._dtype).to(self._device) for one in rotary.table(size, dim))  # type: ignore[misc]
+                tuple(table.to(self._dtype).to(self._device) for table in rotary.table(size, dim))  # type: ignore[misc]
                 for rotary in self.decoder.spec.rotaries
             ]
         return [

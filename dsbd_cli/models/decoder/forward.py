@@ -50,17 +50,17 @@ class Decoder:
         """Return the products that still have the checkpoint's weights: name, object that holds the product, and its
         field."""
         weights = self.weights
-        found: list[tuple[str, Any, str]] = [
+        products: list[tuple[str, Any, str]] = [
             (f"{number}.{name}", layer, name)
             for number, layer in enumerate(weights.layers)
             for name, _ in layer.linears
         ]
-        return [*found, ("head", weights, "head")] if isinstance(weights.head, PlainLinear) else found
+        return [*products, ("head", weights, "head")] if isinstance(weights.head, PlainLinear) else products
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return embeddings [R, n, H] of tokens [R, n]."""
-        found = torch.nn.functional.embedding(tokens, self.weights.table).to(self.weights.dtype)
-        return found if self.spec.embedding_scale == 1 else found * self._embedding_scale
+        embedded = torch.nn.functional.embedding(tokens, self.weights.table).to(self.weights.dtype)
+        return embedded if self.spec.embedding_scale == 1 else embedded * self._embedding_scale
 
     def layers(
         self, hidden: Tensor, inputs: LayerInputs, watched: Collection[int] = ()
@@ -92,21 +92,21 @@ class Decoder:
         """Return the product [R, n, V] of the LM head with hidden states after `finish`."""
         return self.weights.head.compute(hidden)
 
-    def logits(self, found: Tensor, hidden: Tensor, own_ids: Tensor | None = None) -> Tensor:
-        """Return the logits [R, n, V], or of as many tokens as the head has, from the product `found` of `head` with
+    def logits(self, logits: Tensor, hidden: Tensor, own_ids: Tensor | None = None) -> Tensor:
+        """Return the logits [R, n, V], or of as many tokens as the head has, from the product `logits` of `head` with
         hidden states [R, n, H]. Logits of own_ids [R, o] follow them."""
         cap = self.spec.logit_softcap
         if own_ids is not None:
             assert self.own_rows is not None
-            found = torch.cat((found, self.own_rows.compute(hidden, own_ids)), -1)
+            logits = torch.cat((logits, self.own_rows.compute(hidden, own_ids)), -1)
         if self.spec.logit_scale != 1:
-            found = found / self.spec.logit_scale
+            logits = logits / self.spec.logit_scale
         if cap is not None:
-            found = torch.tanh(found / cap) * cap
+            logits = torch.tanh(logits / cap) * cap
         if own_ids is not None and self.own_rows is not None:
             absent = own_ids >= len(self.own_rows.table)
-            found[..., -own_ids.shape[1] :].masked_fill_(absent.unsqueeze(1), float("-inf"))
-        return found
+            logits[..., -own_ids.shape[1] :].masked_fill_(absent.unsqueeze(1), float("-inf"))
+        return logits
 
     def _attention(self, number: int, layer: LayerWeights, x: Tensor, inputs: LayerInputs) -> Tensor:
         """Run a layer's attention: write keys and values to the planes and return the output [R, n, H]."""
@@ -145,7 +145,7 @@ class Decoder:
 
         def normed() -> Tensor:
             *states, value = qkv.split(parts, -1)
-            found = [self.ops.norm(norm, part.contiguous())[0] for norm, part in zip(norms, states, strict=True)]
-            return torch.cat((*found, value), -1)
+            normed_parts = [self.ops.norm(norm, part.contiguous())[0] for norm, part in zip(norms, states, strict=True)]
+            return torch.cat((*normed_parts, value), -1)
 
         return run.compute(normed)

@@ -54,5 +54,5 @@ class OwnRows:
         if ids is not self._ids:
             self.rows.take(ids.clamp(max=len(self.table) - 1))
             self._ids = ids
-        found = self.rows.compute(hidden)
-        return found if self.scale == 1 else found / self.scale
+        logits = self.rows.compute(hidden)
+        return logits if self.scale == 1 else logits / self.scale

@@ -42,17 +42,17 @@ def quantize_decoder(decoder: Decoder, outliers: Outliers, least: int = LEAST_WE
 def find_outliers(decoder: Decoder, calibrate: Callable[[], object]) -> dict[str, Tensor]:
     """Return the input channels of each product that have the largest values while `calibrate` runs tokens through the
     decoder."""
-    found = decoder.plain_products()
-    before = [getattr(owner, name) for _, owner, name in found]
-    watched = {full: _Watched(linear) for (full, *_), linear in zip(found, before, strict=True)}
-    for full, owner, name in found:
+    products = decoder.plain_products()
+    before = [getattr(owner, name) for _, owner, name in products]
+    watched = {full: _Watched(linear) for (full, *_), linear in zip(products, before, strict=True)}
+    for full, owner, name in products:
         setattr(owner, name, watched[full])
     try:
         calibrate()
     finally:
-        for (_, owner, name), linear in zip(found, before, strict=True):
+        for (_, owner, name), linear in zip(products, before, strict=True):
             setattr(owner, name, linear)
-    return {name: outlier_channels(one.largest) for name, one in watched.items() if one.largest is not None}
+    return {name: outlier_channels(watcher.largest) for name, watcher in watched.items() if watcher.largest is not None}
 
 
 class _Watched:

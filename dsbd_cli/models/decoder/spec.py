@@ -121,14 +121,14 @@ class DecoderSpec:
     wide_rotary: bool = False
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> DecoderSpec:
+    def from_json(cls, fields_of_spec: Mapping[str, Any]) -> DecoderSpec:
         """Return the spec whose `dataclasses.asdict` went through JSON. Raises TypeError for another version's."""
         rotaries = [
-            Rotary(**{**one, "frequencies": None if one["frequencies"] is None else tuple(one["frequencies"])})
-            for one in found["rotaries"]
+            Rotary(**{**rotary, "frequencies": None if rotary["frequencies"] is None else tuple(rotary["frequencies"])})
+            for rotary in fields_of_spec["rotaries"]
         ]
-        lists = {name: tuple(found[name]) for name in ("windows", "rotary")}
-        return cls(**{**found, **lists, "rotaries": tuple(rotaries)})
+        lists = {name: tuple(fields_of_spec[name]) for name in ("windows", "rotary")}
+        return cls(**{**fields_of_spec, **lists, "rotaries": tuple(rotaries)})
 
     @property
     def kinds(self) -> tuple[int | None, ...]:
@@ -216,8 +216,8 @@ def _rotary(config: Any, parameters: Mapping[str, Any], dim: int, kind: str | No
         theta = parameters.get("rope_theta")
         if theta is None:
             raise _UnknownError("its rotary base is missing")
-        found = 1.0 / (theta ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated))
-        return Rotary(tuple(found.tolist()), 1.0, rotated)
+        inverse = 1.0 / (theta ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated))
+        return Rotary(tuple(inverse.tolist()), 1.0, rotated)
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     more = {} if kind is None else {"layer_type": kind}

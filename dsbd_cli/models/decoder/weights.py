@@ -144,9 +144,9 @@ class WeightReader:
         """Return a tensor of the body; checkpoints name it with or without `model.`."""
         for full in (f"model.{name}", name):
             if full in self.tensors:
-                found = self.tensors[full]()
-                _check(full, found, shape)
-                return found
+                tensor = self.tensors[full]()
+                _check(full, tensor, shape)
+                return tensor
         raise KeyError(f"model.{name}")
 
     def norm(self, name: str, width: int, *, of_heads: bool = False) -> Norm:
@@ -221,5 +221,5 @@ class WeightReader:
 
 def _check(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
     if tuple(tensor.shape) != shape:
-        found, wanted = (" x ".join(map(str, one)) for one in (tensor.shape, shape))
-        raise ValueError(f"{name} is {found}, but its config says {wanted}")
+        is_shape, wanted = (" x ".join(map(str, size)) for size in (tensor.shape, shape))
+        raise ValueError(f"{name} is {is_shape}, but its config says {wanted}")

@@ -48,10 +48,10 @@ class MtpForestModel(TargetHead, CausalForestModel):
 
     @property
     def size(self) -> ModelSize:
-        found = super().size
-        theirs = {address(one) for one in _tables(self._target.settings)}
-        shared = sum(one.nbytes for one in _tables(self._model) if address(one) in theirs)
-        return replace(found, held_bytes=found.held_bytes - shared)
+        size = super().size
+        theirs = {address(tensor) for tensor in _tables(self._target.settings)}
+        shared = sum(tensor.nbytes for tensor in _tables(self._model) if address(tensor) in theirs)
+        return replace(size, held_bytes=size.held_bytes - shared)
 
     def pack(self) -> None:
         pack(self.module)
@@ -64,41 +64,44 @@ class MtpForestModel(TargetHead, CausalForestModel):
 
     def _call(self, runner: Any, batch: ForestInput, embedded: Tensor | None = None) -> Any:
         """Run the layer over nodes joined with the states of their parents."""
-        one, ids = self._model, self._ids_in_table(batch)
-        token, state = one.mtp_token_norm(one.get_input_embeddings()(ids)), one.mtp_state_norm(self._parents(batch))
-        return super()._call(runner, without_first(batch), one.mtp_fc(torch.cat((token, state), -1)))
+        model, ids = self._model, self._ids_in_table(batch)
+        token, state = (
+            model.mtp_token_norm(model.get_input_embeddings()(ids)),
+            model.mtp_state_norm(self._parents(batch)),
+        )
+        return super()._call(runner, without_first(batch), model.mtp_fc(torch.cat((token, state), -1)))
 
     def _run(self, batch: ForestInput, *, logits: bool) -> Tensor | None:
-        found = super()._run(batch, logits=logits)
-        if found is not None:
+        output = super()._run(batch, logits=logits)
+        if output is not None:
             self._guess(batch, self._noted_states[LAST])
-        return found
+        return output
 
 
 def _tables(model: Any) -> list[Tensor]:
     """Return the memory of a model's embeddings and of its LM head."""
     head = model.get_output_embeddings()
-    found = [model.get_input_embeddings().weight, *getattr(head, "packed", [head.weight])]
-    return list({address(one): one for one in found}.values())
+    tables = [model.get_input_embeddings().weight, *getattr(head, "packed", [head.weight])]
+    return list({address(table): table for table in tables}.values())
 
 
 def read_adapted_mtp(tensors: Tensors, target: BaseForestModel, name: str) -> MtpForestModel:
     """Read the MTP layer of an adapted target's own checkpoint. Raises ModelError where there is none, or where it is
     not understood."""
-    names, found = find_mtp(tensors, target.layer_count)
+    names, head_tensors = find_mtp(tensors, target.layer_count)
     theirs = target.settings
-    model = _one_layer(found, names, theirs, target)
-    own_head = MTP_HEAD in found
+    model = _one_layer(head_tensors, names, theirs, target)
+    own_head = MTP_HEAD in head_tensors
     model.set_input_embeddings(theirs.get_input_embeddings())
-    model.set_output_embeddings(_linear(found, MTP_HEAD, target) if own_head else theirs.get_output_embeddings())
-    found.refuse_rest(frozenset(("embed_tokens.weight",)))
+    model.set_output_embeddings(_linear(head_tensors, MTP_HEAD, target) if own_head else theirs.get_output_embeddings())
+    head_tensors.refuse_rest(frozenset(("embed_tokens.weight",)))
     model.eval().requires_grad_(False).to(target.device)
     head = MtpForestModel(target, model, name, names.form)
     head.fit_width(target.vocab_size)
     return head
 
 
-def _one_layer(found: HeadTensors, names: MtpNames, theirs: Any, target: BaseForestModel) -> Any:
+def _one_layer(head_tensors: HeadTensors, names: MtpNames, theirs: Any, target: BaseForestModel) -> Any:
     """Return a model of the target's class with the MTP layer alone, whose embeddings and LM head are stand-ins."""
     config = theirs.config
     if getattr(config, "quantization_config", None) is not None:
@@ -108,10 +111,14 @@ def _one_layer(found: HeadTensors, names: MtpNames, theirs: Any, target: BaseFor
     for name, value in config.to_dict().items():
         if "mtp" in name and value and value != KNOWN_MTP.get(name):
             raise ModelError(f"the target's config says {name} = {value!r}, which is not known here")
-    layer = [one for one in found if one.startswith("layers.0.") and "rotary_emb" not in one]
-    state = {f"model.{one}": found[one]() for one in layer}
-    state["model.norm.weight"] = found[f"{names.norm}.weight"]()
-    sparse = any(".mlp.experts." in one for one in layer)
+    layer = [
+        name_of_tensor
+        for name_of_tensor in head_tensors
+        if name_of_tensor.startswith("layers.0.") and "rotary_emb" not in name_of_tensor
+    ]
+    state = {f"model.{name_of_tensor}": head_tensors[name_of_tensor]() for name_of_tensor in layer}
+    state["model.norm.weight"] = head_tensors[f"{names.norm}.weight"]()
+    sparse = any(".mlp.experts." in name_of_tensor for name_of_tensor in layer)
     with quiet():
         try:
             model, report = type(theirs).from_pretrained(
@@ -129,17 +136,17 @@ def _one_layer(found: HeadTensors, names: MtpNames, theirs: Any, target: BaseFor
         if rest := sorted(set(keys) - set(TABLES)):
             raise ModelError(f"the tensor {rest[0].removeprefix('model.')} is {what}")
     hidden = target.hidden_size
-    model.mtp_fc = _linear(found, f"{names.fc}.weight", target, 2 * hidden)
-    for place, name in (("mtp_token_norm", names.token_norm), ("mtp_state_norm", names.state_norm)):
+    model.mtp_fc = _linear(head_tensors, f"{names.fc}.weight", target, 2 * hidden)
+    for attribute, name in (("mtp_token_norm", names.token_norm), ("mtp_state_norm", names.state_norm)):
         norm = copy.deepcopy(model.base_model.norm)
-        norm.weight = nn.Parameter(_tensor(found, f"{name}.weight", (hidden,)).to(norm.weight.dtype))
-        setattr(model, place, norm)
+        norm.weight = nn.Parameter(_tensor(head_tensors, f"{name}.weight", (hidden,)).to(norm.weight.dtype))
+        setattr(model, attribute, norm)
     return model
 
 
 def _config(config: Any, *, sparse: bool) -> Any:
     """Return the config of a model with the MTP layer alone. sparse: the layer has a mixture of experts."""
-    one = copy.deepcopy(config)
+    settings = copy.deepcopy(config)
     changes = {
         "num_hidden_layers": 1,
         "layer_types": ["full_attention"],
@@ -152,25 +159,25 @@ def _config(config: Any, *, sparse: bool) -> Any:
         "tie_word_embeddings": False,
     }
     for name, value in changes.items():
-        if getattr(one, name, None) is not None:
-            setattr(one, name, value)
-    return one
+        if getattr(settings, name, None) is not None:
+            setattr(settings, name, value)
+    return settings
 
 
-def _linear(found: HeadTensors, name: str, target: BaseForestModel, inputs: int | None = None) -> nn.Linear:
+def _linear(head_tensors: HeadTensors, name: str, target: BaseForestModel, inputs: int | None = None) -> nn.Linear:
     """Return a linear layer of the head; without `inputs` it is an LM head."""
     hidden = target.hidden_size
     shape = (target.vocab_size, hidden) if inputs is None else (hidden, inputs)
     made = nn.Linear(1, 1, bias=False, device="meta")
-    made.weight = nn.Parameter(_tensor(found, name, shape).to(target.weights_dtype))
+    made.weight = nn.Parameter(_tensor(head_tensors, name, shape).to(target.weights_dtype))
     made.out_features, made.in_features = shape
     return made
 
 
-def _tensor(found: HeadTensors, name: str, shape: tuple[int, ...]) -> Tensor:
+def _tensor(head_tensors: HeadTensors, name: str, shape: tuple[int, ...]) -> Tensor:
     """Return a tensor. Raises KeyError where it is missing, ModelError where it has another shape."""
-    tensor = found[name]()
+    tensor = head_tensors[name]()
     if tensor.shape != shape:
-        sizes = [" x ".join(map(str, one)) for one in (tensor.shape, shape)]
+        sizes = [" x ".join(map(str, size)) for size in (tensor.shape, shape)]
         raise ModelError(f"the tensor {name} is {sizes[0]}, not {sizes[1]}")
     return tensor

@@ -98,9 +98,9 @@ class HeadTensors(Mapping[str, Callable[[], Tensor]]):
     def __len__(self) -> int:
         return len(self._tensors)
 
-    def refuse_rest(self, known: frozenset[str] = frozenset()) -> None:
+    def refuse_rest(self, used: frozenset[str] = frozenset()) -> None:
         """Raise ModelError for a tensor that was not read. known: names that may be left."""
-        rest = sorted(name for name in self._tensors.keys() - self.taken - known if "rotary_emb" not in name)
+        rest = sorted(name for name in self._tensors.keys() - self.taken - used if "rotary_emb" not in name)
         if rest:
             raise ModelError(f"the tensor {rest[0]} is not known here")
 
@@ -163,9 +163,9 @@ def _verifier(config: Mapping[str, Any]) -> str:
 def read_mtp(tensors: Tensors, target: DecoderForestModel) -> FoundHead:
     """Read the MTP layer of the target's own checkpoint. Raises ModelError where there is none."""
     spec, body = target.decoder.spec, target.decoder.weights
-    names, found = find_mtp(tensors, spec.layers)
-    one = replace(spec, layers=1, windows=(None,), rotary=(spec.rotary[-1],))
-    reader = WeightReader(one, found, target.weights_dtype)
+    names, head_tensors = find_mtp(tensors, spec.layers)
+    one_layer = replace(spec, layers=1, windows=(None,), rotary=(spec.rotary[-1],))
+    reader = WeightReader(one_layer, head_tensors, target.weights_dtype)
     weights = DecoderWeights(
         body.table, [reader.layer(0)], reader.norm(f"{names.norm}.weight", spec.hidden), body.head, body.dtype
     )
@@ -176,11 +176,11 @@ def read_mtp(tensors: Tensors, target: DecoderForestModel) -> FoundHead:
             for name in (names.token_norm, names.state_norm)
         ),
     )
-    if MTP_HEAD in found:
+    if MTP_HEAD in head_tensors:
         head = reader.tensor(MTP_HEAD, spec.vocabulary, spec.hidden)
         weights.head = PlainLinear([head], [None])
-    found.refuse_rest(frozenset(("embed_tokens.weight",)))
-    decoder = MtpDecoder(one, weights, _ops(one, target), parts)
+    head_tensors.refuse_rest(frozenset(("embed_tokens.weight",)))
+    decoder = MtpDecoder(one_layer, weights, _ops(one_layer, target), parts)
     _move_to_target(decoder, target)
     return FoundHead(decoder, None, ((),), names.form)
 
@@ -228,7 +228,7 @@ def _eagle3(
         joined_norm=reader.norm("input_norm.weight", taps * theirs).to(target.device)
         if flags["norm_before_fc"]
         else None,
-        tap_norms=[reader.norm(f"fc_norm.{one}.weight", theirs).to(target.device) for one in range(taps)]
+        tap_norms=[reader.norm(f"fc_norm.{number}.weight", theirs).to(target.device) for number in range(taps)]
         if flags["fc_norm"]
         else (),
         norm_before_residual=flags["norm_before_residual"],
@@ -269,22 +269,22 @@ def _head_tokens(tensors: HeadTensors, vocabulary: int, rows: Any) -> tuple[Tens
     return ids, order
 
 
-def _layer_ids(given: Any, layers: int, *, speculators: bool) -> tuple[tuple[int, ...], ...]:
+def _layer_ids(ids: Any, layers: int, *, speculators: bool) -> tuple[tuple[int, ...], ...]:
     """Return choices of how many layers of the target to take hidden states after, the documented one first.
 
     Ids name layers whose inputs are taken (vLLM, speculators) or layers whose outputs are (SGLang, SpecForge).
     """
-    if given is None:
-        given = (2, layers // 2, layers - 3)
+    if ids is None:
+        ids = (2, layers // 2, layers - 3)
         choices = [0]
-    elif isinstance(given, list) and given and all(type(one) is int for one in given):
+    elif isinstance(ids, list) and ids and all(type(layer) is int for layer in ids):
         choices = [0, 1] if speculators else [1, 0]
     else:
-        raise ModelError(f"its config says {LAYER_IDS} = {shorten(given)}, which names no layers")
-    found = [tuple(one + more for one in given) for more in choices]
-    fitting = tuple(one for one in found if min(one) >= 0 and max(one) <= layers)
+        raise ModelError(f"its config says {LAYER_IDS} = {shorten(ids)}, which names no layers")
+    choices_of_ids = [tuple(layer + more for layer in ids) for more in choices]
+    fitting = tuple(choice for choice in choices_of_ids if min(choice) >= 0 and max(choice) <= layers)
     if not fitting:
-        raise PairError(f"it reads the layers {', '.join(map(str, given))}, and the target has {layers}")
+        raise PairError(f"it reads the layers {', '.join(map(str, ids))}, and the target has {layers}")
     return fitting
 
 
@@ -311,9 +311,9 @@ def layer_spec(settings: Mapping[str, Any]) -> DecoderSpec:
     return replace(spec, windows=(None,))
 
 
-def _refuse_unknown(settings: Mapping[str, Any], known: Collection[str]) -> None:
+def _refuse_unknown(settings: Mapping[str, Any], read: Collection[str]) -> None:
     for name, value in sorted(settings.items()):
-        if name not in known and value is not None and value is not False:
+        if name not in read and value is not None and value is not False:
             raise ModelError(f"its config says {name} = {value!r}, which is not known here")
 
 
@@ -336,10 +336,10 @@ def _tensors(folder: Path) -> Tensors:
     from safetensors import SafetensorError
 
     try:
-        found = read_tensors(folder)
-        if not found and (folder / PICKLE).is_file():
+        tensors = read_tensors(folder)
+        if not tensors and (folder / PICKLE).is_file():
             state = torch.load(folder / PICKLE, map_location="cpu", weights_only=True, mmap=True)
-            found = {name: partial(state.__getitem__, name) for name in state}
+            tensors = {name: partial(state.__getitem__, name) for name in state}
     except UnpicklingError:
         raise ModelError(
             f"its weights cannot be read: {PICKLE} holds more than tensors, which could run code: get them as "
@@ -347,4 +347,4 @@ def _tensors(folder: Path) -> Tensors:
         ) from None
     except (OSError, EOFError, SafetensorError, ValueError, KeyError, RuntimeError) as error:
         raise ModelError(f"its weights cannot be read: {' '.join(str(error).split())[:160]}") from None
-    return found
+    return tensors

@@ -39,8 +39,8 @@ class HeadDecoder(Decoder):
         self.parts = parts
 
     def plain_products(self) -> list[tuple[str, Any, str]]:
-        found = super().plain_products()
-        return [*found, ("fc", self.parts, "fc")] if isinstance(self.parts.fc, PlainLinear) else found
+        products = super().plain_products()
+        return [*products, ("fc", self.parts, "fc")] if isinstance(self.parts.fc, PlainLinear) else products
 
     def fuse(self, taken: list[Tensor]) -> Tensor:
         """Return the states [R, n, H] of nodes for which the target has computed these hidden states [R, n, T]."""
@@ -86,7 +86,7 @@ class Eagle3Decoder(HeadDecoder):
     def fuse(self, taken: list[Tensor]) -> Tensor:
         parts = self.parts
         if parts.tap_norms:
-            taken = [reference.norm(norm, one)[0] for norm, one in zip(parts.tap_norms, taken, strict=True)]
+            taken = [reference.norm(norm, tap)[0] for norm, tap in zip(parts.tap_norms, taken, strict=True)]
         joined = torch.cat(taken, -1)
         if parts.joined_norm is not None:
             joined = reference.norm(parts.joined_norm, joined)[0]
@@ -201,23 +201,23 @@ class TargetHead(BaseForestModel):
         )
         self.reserve(count, length + 1)
         self._target.forward(batch, logits=False)
-        found = self.forward(batch)
-        assert found is not None
-        for one in (self._target, self):
-            one.release()
-        return found
+        output = self.forward(batch)
+        assert output is not None
+        for model in (self._target, self):
+            model.release()
+        return output
 
     def _guess(self, batch: ForestInput, guesses: Tensor) -> None:
         """Write the guesses [R, n, H] of nodes to their slots, except for nodes that the target has run."""
-        known = batch.late
-        self._target.states[_rows(batch), batch.slots[:, known:]] = guesses[:, known:]
+        late = batch.late
+        self._target.states[_rows(batch), batch.slots[:, late:]] = guesses[:, late:]
 
     def _parents(self, batch: ForestInput) -> Tensor:
         """Return the state [R, n, H] in the slot of each node's parent; zero where it has none."""
         # positions along a path follow one another, and no two slots of a path share one
         before = batch.mask & (batch.slot_positions[:, None] == batch.positions[..., None] - 1)
-        found, slot = before.to(torch.int8).max(-1)
-        return torch.where(found.unsqueeze(-1) > 0, self._target.states[_rows(batch), slot], 0)
+        seen, slot = before.to(torch.int8).max(-1)
+        return torch.where(seen.unsqueeze(-1) > 0, self._target.states[_rows(batch), slot], 0)
 
 
 class HeadForestModel(TargetHead, DecoderForestModel):
@@ -236,13 +236,13 @@ class HeadForestModel(TargetHead, DecoderForestModel):
 
     @property
     def size(self) -> ModelSize:
-        found, mine, target = super().size, self.decoder.weights, self._target
+        size, mine, target = super().size, self.decoder.weights, self._target
         theirs = [target.embeddings]
         if isinstance(target, DecoderForestModel):
             theirs += target.decoder.weights.head.weights
-        sizes = {address(one): one.nbytes for one in (mine.table, *mine.head.weights)}
-        shared = sum(sizes[address(one)] for one in theirs if address(one) in sizes)
-        return replace(found, held_bytes=found.held_bytes - shared)
+        sizes = {address(weight): weight.nbytes for weight in (mine.table, *mine.head.weights)}
+        shared = sum(sizes[address(weight)] for weight in theirs if address(weight) in sizes)
+        return replace(size, held_bytes=size.held_bytes - shared)
 
     def pack(self) -> None:
         pack_decoder(self.decoder, self.device)

@@ -95,8 +95,8 @@ def grouped_linear_attention(
     and before it, 1 where None."""
     q, k, v = (part.transpose(1, 2) for part in (q, k, v))
     scores = q @ k.transpose(2, 3)
-    place = torch.arange(q.shape[2], device=q.device)
-    within = place.unsqueeze(1) // group == place // group
+    position = torch.arange(q.shape[2], device=q.device)
+    within = position.unsqueeze(1) // group == position // group
     own = scores.relu().square() * (1 if near is None else near)
     weight = torch.where(within, own, scores * (1 if far is None else far)).tril()
     return (weight @ v).transpose(1, 2)

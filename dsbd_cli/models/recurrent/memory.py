@@ -71,9 +71,9 @@ class LayerMemory:
 
     def bytes_of_row(self, window: int) -> int:
         """Return the bytes of a row with `window` places."""
-        place = sum(math.prod(one.shape[2:]) * one.element_size() for one in self.planes.values())
+        bytes_of_slot = sum(math.prod(plane.shape[2:]) * plane.element_size() for plane in self.planes.values())
         state = 0 if self.state is None else math.prod(self.state.shape[1:]) * self.state.element_size()
-        return (self.lead + window + 1) * place + state
+        return (self.lead + window + 1) * bytes_of_slot + state
 
     def plane(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return a plane, which is made where there is none."""

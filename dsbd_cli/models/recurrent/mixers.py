@@ -57,8 +57,8 @@ def bind(model: nn.Module) -> int:
         bound = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
         bound.__kwdefaults__ = forward.__kwdefaults__
         # accelerate keeps the forward that its hook wraps under another name
-        place = "_old_forward" if hasattr(module, "_hf_hook") else "forward"
-        setattr(module, place, types.MethodType(bound, module))
+        attribute = "_old_forward" if hasattr(module, "_hf_hook") else "forward"
+        setattr(module, attribute, types.MethodType(bound, module))
         count += 1
     return count
 

@@ -68,14 +68,14 @@ def weights(
         return [decay.mul_(scores[0]).flatten(1, 2), *more]
     rows, heads, count, dim = c_q.shape
     step = max(1, BLOCK // (rows * count * c_k.shape[2] * dim))
-    found: list[list[Tensor]] = [[] for _ in wanted]
+    listed: list[list[Tensor]] = [[] for _ in wanted]
     for first in range(0, heads, step):
         part = slice(first, first + step)
         decay = (c_q[:, part].unsqueeze(3) - c_k[:, part].unsqueeze(2)).clamp_(max=0).to(dtype).exp_()
         decay *= k[:, part].unsqueeze(2)  # [R, h, n, T, N]
-        for q, parts in zip(wanted, found, strict=True):
+        for q, parts in zip(wanted, listed, strict=True):
             parts.append((decay @ q[:, part].unsqueeze(4)).squeeze(4).masked_fill_(unseen, 0))
-    return [torch.cat(parts, 1) for parts in found]
+    return [torch.cat(parts, 1) for parts in listed]
 
 
 def carried(q: Tensor, c: Tensor, state: Tensor) -> Tensor:
@@ -202,8 +202,8 @@ def selective_read(
     for step in range(order.shape[1]):
         held = states[before[:, step], index]
         states[order[:, step], index] = _selective_step(held, dt[:, step], u[:, step], b[:, step], a)
-    found = states[at, index.unsqueeze(1)]  # [R, n, I, N]
-    return (found @ out.to(state.dtype).unsqueeze(3)).squeeze(3)
+    read = states[at, index.unsqueeze(1)]  # [R, n, I, N]
+    return (read @ out.to(state.dtype).unsqueeze(3)).squeeze(3)
 
 
 def selective_fold(state: Tensor, dt: Tensor, u: Tensor, b: Tensor, a: Tensor, count: Tensor) -> Tensor:

@@ -102,9 +102,9 @@ class StateCache(TailCache):
         key = (*self._layer, kind, call)
         if key not in self.memories:
             self.memories[key] = make()
-        found = self.memories[key]
-        assert isinstance(found, kind)
-        return found
+        memory = self.memories[key]
+        assert isinstance(memory, kind)
+        return memory
 
     # the cache as a whole
 

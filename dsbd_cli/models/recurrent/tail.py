@@ -178,8 +178,8 @@ class TailBuffer:
         """Places with parents first, [R, m] int64: all places that a node sees, filled up with others where rows have
         different numbers of them. On a GPU these are all T places, because counting them would make the host wait."""
         used = self.seen.any(1)
-        found = torch.argsort(torch.where(used, self.depths, self.depths.max() + 1), dim=1, stable=True)
-        return found[:, : int(used.sum(1).max())] if host_reads(found.device) else found
+        ordered = torch.argsort(torch.where(used, self.depths, self.depths.max() + 1), dim=1, stable=True)
+        return ordered[:, : int(used.sum(1).max())] if host_reads(ordered.device) else ordered
 
 
 class Shift:
@@ -268,9 +268,9 @@ class Shift:
         if lead not in self._last_tokens:
             device = self.base.device
             ahead = self.count.unsqueeze(1) + torch.arange(-lead, 0, device=device)  # from the old common prefix's end
-            place = torch.where(ahead < 0, lead + ahead, lead + (self.base.unsqueeze(1) + ahead) % self.width)
+            last = torch.where(ahead < 0, lead + ahead, lead + (self.base.unsqueeze(1) + ahead) % self.width)
             starts = torch.arange(len(self.base), device=device).unsqueeze(1) * (lead + self.width + 1)
-            self._last_tokens[lead] = (starts + place).flatten()
+            self._last_tokens[lead] = (starts + last).flatten()
         return self._last_tokens[lead]
 
     def on(self, device: torch.device) -> Shift:
