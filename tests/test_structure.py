@@ -21,7 +21,7 @@ PACKAGE = ROOT / "dsbd_cli"
 # From the lowest to the highest. A unit is a file or a folder with all that is in it and is no unit of its own. It may
 # import units of lower lines, and nothing of its own line but itself. tests/test_structure.py is the only place of it.
 LAYERS = (
-    ("ops.layout",),
+    ("ops.layout", "ops.processor"),
     ("errors", "_version", "stats", "threads", "models.chat_child", "ops.cpu"),
     ("config", "ops.reference", "lab.metrics", "io.schemas"),
     ("requests", "lab.reports", "models.chat", "ops.interface", "ops.triton"),

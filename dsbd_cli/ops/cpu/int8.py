@@ -23,23 +23,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dsbd_cli.ops.cpu.linear import COLUMNS, Parts, Product, bfloat16_tile, joined_bias, lines, row_addresses
+from dsbd_cli.ops.cpu.linear import COLUMNS, Parts, Product, joined_bias, lines, row_addresses
 from dsbd_cli.ops.cpu.runtime import (
     EAGER,
     PRODUCT,
     CpuKernel,
     Eager,
     allocate_weights,
-    features,
     fields,
     kernels,
     layout,
-    matrix_units,
-    may_use_matrix_units,
     offsets,
     shares,
-    team,
 )
+from dsbd_cli.ops.processor import bfloat16_tile
 
 OUTLIERS = 32  # channels that are not quantized; measured: benchmarks/LOG.md, 2026-11-22
 LEAST_WEIGHTS = 100_000  # smaller products are not quantized: their weights stay in a cache
@@ -141,12 +138,6 @@ class Torch:
 class Compiled:
     """Weights and products by kernels/int8.py, with the methods of Torch. Outputs, and their scales, fill up a multiple
     of COLUMNS, inputs a multiple of INPUTS."""
-
-    @staticmethod
-    def able() -> bool:
-        """Return whether the kernels are fast here, and torch's threads can run them."""
-        able = may_use_matrix_units() if matrix_units() else {"avx512f", "avx512vnni"} <= features()
-        return able and team() is not None
 
     def __init__(self, weights: Sequence[Tensor], outliers: Tensor, bias: Tensor, linear: Linear) -> None:
         self._outputs, self._given = sum(map(len, weights)), weights[0].shape[1]

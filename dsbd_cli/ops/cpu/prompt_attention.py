@@ -24,13 +24,10 @@ from dsbd_cli.ops.cpu.runtime import (
     FLOATS,
     CpuKernel,
     Eager,
-    features,
     fields,
     kernels,
     layout,
-    matrix_units,
     offsets,
-    team,
 )
 
 SLOTS = 2 * COLUMNS  # of a chunk
@@ -55,11 +52,6 @@ class PromptArguments(ctypes.Structure):
 
 ATTEND = offsets(PromptArguments)
 LAYOUT = layout(PromptArguments, constants=(SLOTS, QUERIES))
-
-
-def able(dtype: torch.dtype) -> bool:
-    """Return whether the kernel is fast here. Where matrix units multiply bfloat16, torch's attention uses them."""
-    return dtype in FLOATS and "avx512f" in features() and not matrix_units() and team() is not None
 
 
 def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
