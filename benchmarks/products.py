@@ -18,6 +18,7 @@ from torch import Tensor
 from benchmarks.common import markdown_table, numbers, publish
 from dsbd_cli.ops import select
 from dsbd_cli.ops.cpu import linear as packing
+from dsbd_cli.ops.processor import bfloat16_tile
 
 COLD_BYTES = 512 << 20  # of weights that take turns: more than a cache holds
 WAYS = {"ours": packing.Compiled, "torch": packing.Torch}
@@ -70,7 +71,7 @@ def main() -> None:
                         "ours, GFLOP/s": f"{2 * rows * outputs * inputs / best['ours'] / 1e9:.0f}",
                     }
                 )
-                about = f"Best of {options.rounds} rounds; bfloat16 by the tile '{packing.bfloat16_tile()}'."
+                about = f"Best of {options.rounds} rounds; bfloat16 by the tile '{bfloat16_tile()}'."
                 publish(options.name, runs, "Linear layers", about, markdown_table(lines))
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.ops.cpu.attention import SlotPaths
-from dsbd_cli.ops.cpu.runtime import on_amd
+from dsbd_cli.ops.processor import on_amd
 
 PROMPT_SLOTS_STEP = 32  # prompt slots are counted in steps of this size: torch uses another kernel for a remainder
 LEAST_PROMPT_SLOTS = 64  # a shorter prompt is all suffix

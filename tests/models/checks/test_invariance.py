@@ -27,7 +27,7 @@ from dsbd_cli.models.recurrent import mixers
 from dsbd_cli.models.recurrent.linear_state import LinearState
 from dsbd_cli.models.recurrent.states import StateCache
 from dsbd_cli.ops.cpu.attention import attend
-from dsbd_cli.ops.cpu.runtime import features, on_amd
+from dsbd_cli.ops.processor import Processor, current, on_amd
 from dsbd_cli.requests import Request
 from tests.helpers.tiny import FIT, build
 
@@ -282,7 +282,7 @@ def test_queries_that_are_not_filled_up_are_found(dim: int, monkeypatch: pytest.
     """Guards the test above."""
     monkeypatch.setattr(attention_metadata, "LEAST_REST", 1)
     few = [torch.equal(of_queries(count, dim), of_queries(96, dim)) for count in range(1, 40)]
-    if all(few) and "avx512f" not in features():
+    if all(few) and current() < Processor.AVX512:
         pytest.skip("only processors with AVX-512 are known for it")
     assert not all(few)
 

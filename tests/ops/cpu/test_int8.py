@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from dsbd_cli.ops import select
 from dsbd_cli.ops.cpu.int8 import Int8Product
 from dsbd_cli.ops.select import int8_missing
 from tests.helpers.checkpoints import numbers, save
+from tests.helpers.kernels import forget, only
 from tests.helpers.pairs import DISTANT
 from tests.helpers.tiny import V
 
@@ -48,16 +50,16 @@ class Attention(nn.Module):
 # torch's is exact where the processor adds products of 8 bits in 32
 WAYS = [
     backend
-    for backend in dict.fromkeys((module.Torch, select._int8_way()))
-    if module.fault(backend, select.packed_linear) is None
+    for backend in (module.Torch, module.Compiled)
+    if any(one.op is backend and select._missing(one, torch.float32, frozenset()) is None for one in select.TABLE)
 ]
 
 
 @pytest.fixture(params=WAYS, ids=lambda backend: backend.__name__)
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """torch's operators, and our kernel where the processor has its instructions."""
-    monkeypatch.setattr(select, "_int8_way", lambda: request.param)
-    return request.param
+    with only(monkeypatch, request.param, "int8"):
+        yield request.param
 
 
 def block(dtype: torch.dtype = torch.float32, bias: bool = True) -> Attention:
@@ -387,13 +389,9 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> None:
 
 def test_a_processor_that_saturates_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards processors whose 8-bit products stop at 16 bits, and builds without the operators."""
-    monkeypatch.setattr(select, "_int8_way", lambda: module.Torch)
     monkeypatch.setattr(module.Torch, "multiply", lambda *_: torch.full((5, 96), 32767.0))
-    int8_missing.cache_clear()
-    try:
+    with only(monkeypatch, module.Torch, "int8"):
         assert int8_missing() == "this processor's int8 products are not exact"
         monkeypatch.setattr(torch.ops, "onednn", object())
-        int8_missing.cache_clear()
+        forget()
         assert int8_missing() == "this build of torch has no int8 linear layers (oneDNN)"
-    finally:
-        int8_missing.cache_clear()

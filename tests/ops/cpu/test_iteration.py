@@ -21,7 +21,7 @@ from dsbd_cli.engine.core.candidates import CandidateCount, top_candidates
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.ops.cpu import iteration
 from dsbd_cli.ops.interface import Ops
-from dsbd_cli.ops.select import ITERATION_KERNELS, NUMBA
+from dsbd_cli.ops.select import ITERATION_KERNELS, TABLE
 from dsbd_cli.ops.triton import differences
 from tests.helpers.iterations import OWN_LIMITS, SETTINGS, made
 from tests.helpers.kernels import CPU, serves
@@ -34,7 +34,7 @@ SERVED = [name for name in ITERATION_KERNELS if name not in ("candidates", "move
 
 def numba_ops(names: Iterable[str]) -> dict[str, Any]:
     """The named operations by CPU kernels."""
-    return {name: NUMBA[name].op for name in names}
+    return {one.name: one.op for one in TABLE if one.name in names}
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,20 +16,20 @@ from dsbd_cli.ops import memory, reference, select
 from dsbd_cli.ops.ahead import HUGE
 from dsbd_cli.ops.cpu import linear as packing
 from dsbd_cli.ops.cpu import runtime as native
+from dsbd_cli.ops.processor import bfloat16_tile, instructions
 from dsbd_cli.ops.select import packed_linear, packing_works
+from tests.helpers.kernels import only
+from tests.helpers.kernels import serves as serves_numba
 from tests.helpers.tiny import build
 
 needs_packing = pytest.mark.skipif(not packing_works(torch.float32), reason="this torch build cannot pack weights")
 
 
 @pytest.fixture(params=["Compiled", "Torch"])
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Our kernel alone, or torch's operators alone."""
-    works = select._packs
-    monkeypatch.setattr(
-        select, "_packs", lambda backend, dtype: backend.__name__ == request.param and works(backend, dtype)
-    )
-    return str(request.param)
+    with only(monkeypatch, getattr(packing, request.param)):
+        yield str(request.param)
 
 
 def serves(dtype: torch.dtype) -> None:
@@ -129,7 +130,7 @@ def test_rows_that_fill_no_group_are_packed() -> None:
     assert not packing.readable_in_groups([torch.zeros(64, 32, dtype=torch.bfloat16).t()])
 
 
-@pytest.mark.skipif(packing.bfloat16_tile() != "amx", reason="this processor has no matrix units")
+@pytest.mark.skipif(bfloat16_tile() != "amx", reason="this processor has no matrix units")
 @pytest.mark.parametrize(("outputs", "inputs"), [((48,), 32), ((64, 16, 16), 96), ((1296,), 4512)])
 def test_matrix_units_read_rows_as_lines(
     outputs: tuple[int, ...], inputs: int, monkeypatch: pytest.MonkeyPatch
@@ -195,7 +196,7 @@ def test_the_default_dtype_of_torch_is_not_the_kernels(backend: str) -> None:
 
 @needs_packing
 def test_a_width_that_fills_no_words_takes_torchs_way() -> None:
-    if not select._packs(packing.Torch, torch.bfloat16):
+    if packing.fault(packing.Torch, torch.bfloat16) is not None:
         pytest.skip("torch's way does not serve bfloat16 on this processor, so such a layer stays as it is")
     torch.manual_seed(7)
     linear = nn.Linear(161, 72, dtype=torch.bfloat16).requires_grad_(False)
@@ -350,8 +351,8 @@ def test_layers_of_quantised_checkpoints_stay() -> None:
 @pytest.mark.parametrize("steps", [40, 3])
 def test_tiles_of_bfloat16_sum_the_products(kind: str, steps: int) -> None:
     """Guards those that this processor does not use, and last tiles that are not full."""
-    needed = {"bfloat16": {"avx512f", "avx512bf16"}, "widened": {"avx512f"}, "amx": {"amx-tile", "amx-bf16"}}[kind]
-    if not needed <= native.features() or (kind == "amx" and not native.may_use_matrix_units()):
+    needed = {"bfloat16": {"avx512f", "avx512bf16"}, "widened": {"avx512f"}, "amx": {"amxtile", "amxbf16"}}[kind]
+    if not needed <= instructions() or (kind == "amx" and not native.may_use_matrix_units()):
         pytest.skip(f"this processor has no {', '.join(needed)}")
     from dsbd_cli.ops.cpu.kernels.amx import matrix_tile
     from dsbd_cli.ops.cpu.kernels.simd import tile
@@ -427,7 +428,7 @@ def test_other_rows_may_be_picked(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_picked_row_s_bits_are_its_own(dtype: torch.dtype) -> None:
-    if not select._packs(packing.Compiled, dtype):
+    if not serves_numba("pick", dtype):
         pytest.skip(f"our kernel does not serve {dtype} on this processor")
     rng = torch.Generator().manual_seed(1)
     table, x = torch.randn(300, 96, generator=rng).to(dtype), torch.randn(4, 9, 96, generator=rng).to(dtype)

@@ -34,7 +34,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from llvmlite import ir
-from llvmlite.binding import get_host_cpu_features
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -42,12 +41,13 @@ from numpy.typing import NDArray
 
 from dsbd_cli.ops.cpu.kernels import simd as lanes
 from dsbd_cli.ops.cpu.kernels.compiler import KernelCompiler
+from dsbd_cli.ops.processor import Processor, current
 
 BLOCK = 8  # tokens that go into a state at once
 LEAST_ONE_BY_ONE = 16  # tokens that a token reads one by one, at least
 LEAD = LEAST_ONE_BY_ONE + BLOCK - 1  # tokens of the common prefix whose inputs are kept
 
-LANES = 16 if get_host_cpu_features().get("avx512f") else 8  # numbers of a vector
+LANES = 16 if current() >= Processor.AVX512 else 8  # numbers of a vector
 SIDE = 4  # vectors of a tile
 TILE = LANES * SIDE  # columns of a state that are worked on together
 MOST_ROWS, LESS_ROWS = (6, 3) if LANES == 16 else (3, 2)  # rows of a product whose sums fit into the registers
