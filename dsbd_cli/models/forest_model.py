@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dsbd_cli.config.token_rules import TokenRules
 from dsbd_cli.engine.protocols import ForestInput, ForestModel
 from dsbd_cli.errors import ModelError, UnsupportedModelError, one_line, out_of_memory
-from dsbd_cli.models.attention_metadata import AttentionMetadata
+from dsbd_cli.models.attention.metadata import AttentionMetadata, Reading
 from dsbd_cli.models.kv_cache import KVCache, PlaneSpec
 from dsbd_cli.ops.interface import Ops
 
@@ -29,7 +29,6 @@ NOT_ASKED = (
     "prompts that begin alike are each read whole: the model takes too few tokens to check whether a copied beginning "
     "changes bits"
 )
-LONG = 2048  # from so many slots on the attention kernel also serves forwards whose bits are not promised
 LEAST_ROWS = 4  # libraries compute products of fewer rows with other kernels
 
 
@@ -364,29 +363,14 @@ class BaseForestModel:
         id may take their place, because only acceptance suffers."""
         return batch.tokens.clamp(max=len(self.embeddings) - 1)
 
-    def _attention_metadata(self, batch: ForestInput) -> AttentionMetadata | None:
-        """Return how the layers of this forward may split their keys, and keep it for `by_parts`. None: they do not
-        split them."""
-        kernel, prompt, suffix = self.attention, batch.prompt, batch.suffix
-        prompt_slots = None if batch.chain else batch.prompt_slots
-        fast = prompt_slots is None
-        if prompt_slots is None and kernel is not None and prompt is not None and batch.mask.shape[-1] >= LONG:
-            prompt_slots, suffix = (0,) * len(batch.tokens), batch.mask.shape[-1]
-        self._metadata = (
-            None
-            if prompt_slots is None
-            else AttentionMetadata(
-                prompt_slots,
-                suffix,
-                kernel=kernel,
-                path_attention=self.ops.path_attention,
-                prompt_attention=self.ops.prompt_attention,
-                prompt=prompt,
-                positions=batch.slot_positions,
-                fast=fast,
-            )
-        )
+    def _attention_metadata(self, batch: ForestInput, reading: Reading) -> AttentionMetadata:
+        """Prepare attention for the layers of a forward, and keep this for `by_parts`. reading: of a prompt."""
+        self._metadata = AttentionMetadata.of(batch, self.ops, self.attention, reading)
         return self._metadata
+
+    def _all_split(self, layers: int) -> bool:
+        """Return whether this number of layers, which are all, attended by split slots in the last forward."""
+        return self._metadata is not None and self._metadata.split is not None and self._metadata.used == layers
 
     def _fitted(self, logits: Tensor, own: int = 0) -> Tensor:
         """Cut or pad logits to the model's width, or cut them to the head's tokens. own: how many of the last columns

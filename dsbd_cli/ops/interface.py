@@ -73,6 +73,14 @@ class RowsLinear(Protocol):
         ...
 
 
+class AttentionBatch(Protocol):
+    """The nodes of one forward as attention sees them, prepared once for all layers."""
+
+    def attend(self, layer: int, query: Tensor) -> Tensor:
+        """Return attention [R, n, Q, E] of a layer's query [R, Q, n, E]."""
+        ...
+
+
 def _no_size(*sizes: object, own_limits: bool = False) -> None:
     """Return no kernel, so that tensor code serves."""
 
@@ -97,10 +105,12 @@ class Ops:
         linear: takes weights [o, i] and biases [o] of layers; returns one product, or None if the layers stay as they
             are.
         pick: takes a table [V, i] and a dtype; returns products of each row of a batch with its own rows of the table.
-        path_attention: attends with query [R, Q, n, E] to the slots that each node sees, listed by depth; returns
-            [R, n, Q, E]. None: the model computes attention over the suffix in torch.
-        prompt_attention: attends with query [R, Q, n, E] to the first slots of each row, as many as each node sees;
-            returns [R, K, m, E] with m = n Q / K and natural log-sums [R, K, m]. None: torch's own attention serves.
+        path_attention: a module. `list_slots` lists the slots that each node sees by depth, `attend` attends to them
+            with query [R, Q, n, E] and returns [R, n, Q, E], `takes` returns whether it serves these tensors. None: the
+            model computes attention over the suffix in torch.
+        prompt_attention: a module. `attend` attends with query [R, Q, n, E] to the first slots of each row, as many as
+            each node sees, and returns [R, K, m, E] with m = n Q / K and natural log-sums [R, K, m]; `takes` as above.
+            None: torch's own attention serves.
         attention: attends with query [R, Q, n, E] to slots by a mask; returns [R, Q, n, E], or None for heads that it
             does not support. None: torch's own attention serves.
         scan: returns the module of kernels for recurrent layers and their convolutions. None: torch computes the sums.
@@ -124,8 +134,8 @@ class Ops:
     program: Loop | None = None
     linear: Callable[[Sequence[Tensor], Sequence[Tensor | None]], Linear | None] = reference.linear
     pick: Callable[[Tensor, torch.dtype], RowsLinear] = reference.PickedRows
-    path_attention: Callable[..., Tensor] | None = None
-    prompt_attention: Callable[..., tuple[Tensor, Tensor]] | None = None
+    path_attention: ModuleType | None = None
+    prompt_attention: ModuleType | None = None
     attention: Callable[..., Tensor | None] | None = None
     scan: Callable[[], ModuleType] | None = None
     move: Callable[[Tensor, Tensor, Tensor], None] = reference.move
@@ -135,6 +145,10 @@ class Ops:
     verify: Callable[..., ModuleType | None] = _no_size
     commit: Callable[..., ModuleType | None] = _no_size
     report: tuple[OpChoice, ...] = ()
+
+    def attend(self, layer: int, query: Tensor, batch: AttentionBatch) -> Tensor:
+        """Attend with the query [R, Q, n, E] of a layer to what the nodes of a batch see. Return [R, n, Q, E]."""
+        return batch.attend(layer, query)
 
     @property
     def facts(self) -> tuple[tuple[str, str, str], ...]:

@@ -31,14 +31,15 @@ from dsbd_cli.errors import ModelError, UnsupportedModelError
 from dsbd_cli.models import load_model as stages
 from dsbd_cli.models import verdicts
 from dsbd_cli.models.adapted.causal import CausalForestModel
+from dsbd_cli.models.attention import views
+from dsbd_cli.models.attention.views import MaskView, PathView, PrefixView
 from dsbd_cli.models.checkpoints import loader
 from dsbd_cli.models.checks.invariance import check
 from dsbd_cli.models.checks.selftest import self_test
-from dsbd_cli.models.decoder import decoder_model, views
+from dsbd_cli.models.decoder import decoder_model
 from dsbd_cli.models.decoder import load as decoder_load
 from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
 from dsbd_cli.models.decoder.spec import DecoderSpec, spec_of
-from dsbd_cli.models.decoder.views import MaskView, PathView, PrefixView
 from dsbd_cli.models.forest_model import BaseForestModel, StateTap, unsupported
 from dsbd_cli.models.load_model import load_model
 from dsbd_cli.models.verdicts import Verdict
@@ -612,7 +613,9 @@ def test_prompts_of_any_length_share_programs(forgotten: bool, loaded: Loads, mo
 
     def forgetting(made: Any, hidden: Tensor, inputs: Any) -> None:
         prompts = [
-            view.prompt.counts for view in made.inputs.views if isinstance(view, PathView) and view.prompt is not None
+            view.prompt.counts
+            for view in made.inputs.attention.views
+            if isinstance(view, PathView) and view.prompt is not None
         ]
         before = [counts.clone() for counts in prompts]
         load(made, hidden, inputs)
@@ -647,7 +650,7 @@ def test_prompts_are_read_by_programs(forgotten: str | None, loaded: Loads, monk
         return [plane[:, :64].clone() for layer in layers for plane in target._cache.planes(layer)]
 
     def forgetting(made: Any, hidden: Tensor, inputs: Any) -> None:
-        (view,) = made.inputs.views
+        (view,) = made.inputs.attention.views
         place = {"slots": made.inputs.slots, "counts": view.counts, "rows": view.rows}[forgotten]
         before = place.clone()
         load(made, hidden, inputs)
@@ -713,15 +716,16 @@ def test_a_program_must_be_given_all_of_it(forgotten: str, monkeypatch: pytest.M
     load = decoder_model._LayerProgram.load
 
     def forgetting(made: Any, hidden: Tensor, inputs: Any) -> None:
-        views = made.inputs.views
+        views = made.inputs.attention.views
         places: dict[str, list[Tensor]] = {
             "hidden": [made.hidden],
             "slots": [made.inputs.slots],
             "angles": [part for pair in made.inputs.angles for part in pair],
             "paths": [part for view in views if isinstance(view, PathView)
                       for part in (view.paths.slots, view.paths.counts, view.paths.bounds)],
-            "window": [view.head for view in views if isinstance(view, PathView) and view.head is not None],
-            "mask": [view.mask for view in views if isinstance(view, MaskView)],
+            "window": [view.prompt_mask for view in views
+                       if isinstance(view, PathView) and view.prompt_mask is not None],
+            "mask": [view.mask.additive for view in views if isinstance(view, MaskView)],
         }  # fmt: skip
         kept = [(place, place.clone()) for place in places[forgotten]]
         load(made, hidden, inputs)

@@ -21,7 +21,7 @@ from dsbd_cli.errors import UnsupportedModelError
 from dsbd_cli.models.adapted.attention import use_grouped_attention
 from dsbd_cli.models.adapted.patching import Int8Linear, PackedExperts, PackedLinear
 from dsbd_cli.models.adapted.reads import HostReads
-from dsbd_cli.models.attention_metadata import AttentionMetadata, additive_mask
+from dsbd_cli.models.attention.metadata import AttentionMetadata
 from dsbd_cli.models.cache import ForestCache
 from dsbd_cli.models.checkpoints.generation import checkpoint_rules, positions_of
 from dsbd_cli.models.forest_model import (
@@ -167,7 +167,7 @@ class TransformersForest(BaseForestModel):
     @property
     def by_parts(self) -> bool:
         """Whether all layers of the last forward split their keys into prompt slots and suffix."""
-        return self._metadata is not None and self._metadata.used == self._cache.attending
+        return self._all_split(self._cache.attending)
 
     @property
     def module(self) -> nn.Module:
@@ -282,19 +282,16 @@ class TransformersForest(BaseForestModel):
         found: Tensor | None = output.logits if logits else None
         return found
 
-    def _masks(self, batch: ForestInput, metadata: AttentionMetadata | None) -> Tensor | dict[str, Tensor]:
+    def _masks(self, batch: ForestInput, metadata: AttentionMetadata) -> Tensor | dict[str, Tensor]:
         kinds = self._plan.kinds
         if not kinds:
             return self._additive("sliding_attention", batch, metadata)
         return {kind: self._additive(kind, batch, metadata) for kind in {"full_attention", *kinds} & _LAYER_KINDS}
 
-    def _additive(self, kind: str, batch: ForestInput, metadata: AttentionMetadata | None) -> Tensor:
+    def _additive(self, kind: str, batch: ForestInput, metadata: AttentionMetadata) -> Tensor:
         """Return the mask [R, 1, n, S] that eager and sdpa add to scores."""
         seen = self._plan.seen(kind, batch)
-        additive = additive_mask(seen, self._mask_dtype)
-        if metadata is not None:
-            metadata.add(additive, seen, whole=seen is batch.mask)
-        return additive
+        return metadata.add(seen, self._mask_dtype, whole=seen is batch.mask).additive
 
     def _probe(self) -> Tensor:
         """Return the logits of one token. The cache learns the shapes of all layers from it, then its memory is

@@ -1,8 +1,12 @@
 """Our attention as a function that transformers finds by name. Models that look their attention function up are
 switched to it.
 
-forest_attention.py computes it. transformers calls the function by name and passes nothing of ours on to it, so a
-context variable says which forward is under way.
+Layers of TrOCR and BLIP, which compute attention themselves and look no function up, get a forward that calls ours.
+
+A context variable says which forward is under way: LongT5, Moonshine, BLIP and decoders of pictures pass no keyword of
+ours on to the function.
+
+Shape letters: B sequences, T tokens, S slots or places, H kv heads, G query heads per kv head, E head dim, d width.
 """
 
 from __future__ import annotations
@@ -11,26 +15,30 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import EncoderDecoderCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from dsbd_cli.models.attention_metadata import AttentionMetadata
-from dsbd_cli.models.forest_attention import Blocks, Scoring, attention
+from dsbd_cli.models.attention.forest import Scoring
+from dsbd_cli.models.attention.metadata import AttentionMetadata
+from dsbd_cli.models.attention.views import attend
 from dsbd_cli.models.verdicts import LIMITS
 
 NAME = "dsbd_grouped"
 
-_metadata: ContextVar[AttentionMetadata | Blocks | None] = ContextVar("metadata", default=None)
+_metadata: ContextVar[AttentionMetadata | None] = ContextVar("metadata", default=None)
 
 
 @contextlib.contextmanager
-def attention_over(metadata: AttentionMetadata | Blocks | None) -> Iterator[None]:
-    """Enclose forwards of a forest whose slots `metadata` knows, or of a prompt that is read in blocks."""
+def attention_over(metadata: AttentionMetadata) -> Iterator[None]:
+    """Enclose the forward that `metadata` was prepared for."""
     token = _metadata.set(metadata)
     try:
         yield
@@ -59,7 +67,7 @@ def grouped_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     bias = kwargs.get("position_bias")
     assert bias is None or isinstance(bias, Tensor)
-    out = attention(_metadata.get(), query, key, value, attention_mask, Scoring(scale, softcap, s_aux, bias))
+    out = attend(_metadata.get(), query, key, value, attention_mask, Scoring(scale, softcap, s_aux, bias))
     if out is not None:
         return out, None
     stock: Callable[..., tuple[Tensor, None]] = sdpa_attention_forward
@@ -109,3 +117,72 @@ def _looks_up(model: Any) -> bool:
     """Return whether a model looks its attention function up by name though it does not say so, as most hybrids do."""
     forwards = (getattr(inspect.unwrap(type(module).forward), "__code__", None) for module in model.modules())
     return any("ALL_ATTENTION_FUNCTIONS" in code.co_names for code in forwards if code is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNames:
+    """Names of a layer's products, of its number of heads and of the argument that holds the source. out: None where
+    another module projects the output."""
+
+    query: str
+    key: str
+    value: str
+    out: str | None
+    heads: str
+    source: str
+
+
+LAYERS = {
+    "TrOCRAttention": LayerNames("q_proj", "k_proj", "v_proj", "out_proj", "num_heads", "key_value_states"),
+    "BlipTextSelfAttention": LayerNames("query", "key", "value", None, "num_attention_heads", "encoder_hidden_states"),
+}
+
+
+def attend_by_function(model: nn.Module, logits: Callable[[], Tensor]) -> None:
+    """Have the layers named in LAYERS attend by our function, unless this changes their model's logits."""
+    layers = [module for module in model.modules() if type(module).__name__ in LAYERS]
+    before = logits() if layers else None
+    for layer in layers:
+        layer.forward = partial(_forward, layer, LAYERS[type(layer).__name__])
+    if before is not None and not same_logits(before, logits()):
+        for layer in layers:
+            vars(layer).pop("forward", None)
+
+
+def _forward(
+    layer: Any,
+    names: LayerNames,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,
+    past_key_values: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Return the layer's output [B, T, d] for hidden_states [B, T, d], and no weights of the attention.
+
+    It attends to the source [B, S, d] where one is given. Then `attention_mask` is the mask of the source, [B, 1, T,
+    S]; otherwise it is that of the layer's own tokens.
+    """
+    source = kwargs.get(names.source)
+    heads = getattr(layer, names.heads)
+
+    def split(states: Tensor) -> Tensor:
+        return states.unflatten(-1, (heads, -1)).transpose(1, 2)  # [B, H, T, E]
+
+    cache = past_key_values
+    known = False
+    if isinstance(cache, EncoderDecoderCache):
+        known = source is not None and bool(cache.is_updated.get(layer.layer_idx))
+        cache = cache.self_attention_cache if source is None else cache.cross_attention_cache
+    if known:
+        keys, values = cache.layers[layer.layer_idx].keys, cache.layers[layer.layer_idx].values
+    else:
+        read = hidden_states if source is None else source
+        keys, values = split(getattr(layer, names.key)(read)), split(getattr(layer, names.value)(read))
+        if cache is not None:
+            keys, values = cache.update(keys, values, layer.layer_idx)
+        if source is not None and isinstance(past_key_values, EncoderDecoderCache):
+            past_key_values.is_updated[layer.layer_idx] = True
+    queries = split(getattr(layer, names.query)(hidden_states))
+    out, _ = grouped_attention(layer, queries, keys, values, attention_mask, is_causal=source is None)
+    out = out.flatten(2)
+    return (out if names.out is None else getattr(layer, names.out)(out)), None

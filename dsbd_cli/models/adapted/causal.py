@@ -14,7 +14,6 @@ from dsbd_cli.errors import UnsupportedModelError
 from dsbd_cli.models.adapted.adapter import MaskPlan, TransformersForest
 from dsbd_cli.models.adapted.attention import attention_over
 from dsbd_cli.models.cache import ForestCache
-from dsbd_cli.models.forest_attention import Blocks
 from dsbd_cli.models.recurrent.mixers import REFUSED, bind, has_mixers
 from dsbd_cli.models.recurrent.states import StateCache
 
@@ -49,8 +48,8 @@ class CausalForestModel(TransformersForest):
     def _call(self, runner: Any, batch: ForestInput, embedded: Tensor | None = None) -> Any:
         """Return the output of `runner` for the nodes of a batch. embedded: [R, n, H], takes the place of the
         tokens."""
-        metadata = self._attention_metadata(batch)
-        with self._cache.running(batch), attention_over(metadata or Blocks.of(batch)):
+        metadata = self._attention_metadata(batch, "blocks")
+        with self._cache.running(batch), attention_over(metadata):
             arguments: dict[str, Any] = {"use_cache": True, "return_dict": True}
             if embedded is None:
                 arguments["input_ids"] = self._ids_in_table(batch)

@@ -20,13 +20,12 @@ from transformers.modeling_outputs import Seq2SeqLMOutput
 from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.errors import UnsupportedModelError, one_line
 from dsbd_cli.models.adapted.adapter import TransformersForest
-from dsbd_cli.models.adapted.attention import NAME, attention_over
+from dsbd_cli.models.adapted.attention import NAME, attend_by_function, attention_over
 from dsbd_cli.models.adapted.crossing import STEP, CrossCache, ForestPairCache
-from dsbd_cli.models.adapted.own_attention import attend_by_function
 from dsbd_cli.models.adapted.patching import PackedLinear
 from dsbd_cli.models.adapted.picture_sizes import any_size, picture_shape, sample_shape, swin_places
 from dsbd_cli.models.adapted.positions import DecoderPositions, decoder_of
-from dsbd_cli.models.attention_metadata import AttentionMetadata, additive_mask
+from dsbd_cli.models.attention.metadata import AttentionMetadata, LayerMask, Split
 from dsbd_cli.models.forest_model import calibration_tokens
 
 DECODER_LIMITS = ("max_target_positions", "max_decoder_position_embeddings", "max_position_embeddings")
@@ -109,8 +108,7 @@ class Seq2SeqForestModel(TransformersForest):
 
     @property
     def by_parts(self) -> bool:
-        layers = len(self._cache.layers) + len(self._cross.layers)
-        return self._metadata is not None and self._metadata.used == layers
+        return self._all_split(len(self._cache.layers) + len(self._cross.layers))
 
     def share_encoder(self, follower: Seq2SeqForestModel) -> None:
         """Give the follower, whose encoder is the same, the output of this model's encoder for each source from now
@@ -286,7 +284,7 @@ class Seq2SeqForestModel(TransformersForest):
         self._cache.begin(batch.slots, batch.rows, batch.mask.shape[-1])
         hidden = self._hidden
         pair = ForestPairCache(self._cache, self._cross, known=hidden is None)
-        metadata = self._attention_metadata(batch)
+        metadata = self._attention_metadata(batch, "all slots")
         if hidden is None:
             self._cross.read(rows if batch.rows is None else batch.rows)
             # only its shape is used, because the keys and values are in the cache
@@ -317,23 +315,21 @@ class Seq2SeqForestModel(TransformersForest):
         """Put our mask of the source in place of the model's own mask, in a forest's forward."""
         return (args, {**kwargs, MASK: self._mask}) if self._mask is not None else None
 
-    def _source_mask(self, batch: ForestInput, width: int, metadata: AttentionMetadata | None) -> Tensor:
+    def _source_mask(self, batch: ForestInput, width: int, metadata: AttentionMetadata) -> Tensor:
         """Return the mask [R, 1, n, Z] that is added to the scores of the sources' places."""
         rows, count = batch.tokens.shape
         sizes = self._cross.sizes[:rows] if batch.rows is None else self._cross.sizes[batch.rows]
         seen = torch.arange(width, device=self._device) < sizes.unsqueeze(1)  # [R, Z]
         seen = seen.unsqueeze(1).expand(-1, count, -1)
-        additive = additive_mask(seen, self._mask_dtype)
-        if metadata is not None:
-            by_row = self._device.type == "cpu"
+        by_row = self._device.type == "cpu"
+        masked = by_row and self._takes_source_mask  # else there are as many places as the source has
+        split: Split | None = None
+        if metadata.split is not None:
             read = range(rows) if batch.rows is None or not by_row else batch.rows.tolist()
-            prompt_slots = tuple(self._cross.lengths[row] if by_row else 0 for row in read)
-            masked = by_row and self._takes_source_mask  # else there are as many places as the source has
-            metadata.across = AttentionMetadata(
-                prompt_slots, 1 if by_row else width, masked=masked, path_attention=metadata.path_attention
-            )
-            metadata.across.add(additive, seen, whole=not masked)
-        return additive
+            lengths = tuple(self._cross.lengths[row] if by_row else 0 for row in read)
+            split = Split.without_suffix(lengths) if masked else Split.of(lengths, 1 if by_row else width)
+        metadata.source = LayerMask(seen, self._mask_dtype, split, whole=not masked)
+        return metadata.source.additive
 
     def _probe(self) -> Tensor:
         """Return logits of one token, as for other models, after a source.

@@ -18,15 +18,14 @@ from torch import Tensor, nn
 
 from dsbd_cli.config.token_rules import TokenRules
 from dsbd_cli.engine.protocols import ForestInput
-from dsbd_cli.models.attention_metadata import AttentionMetadata, PromptKernel, additive_mask, filled_queries
+from dsbd_cli.models.attention.forest import Scoring, over_all_slots
+from dsbd_cli.models.attention.metadata import LayerMask, Reading
+from dsbd_cli.models.attention.views import LayerViews, MaskView, View, prompt_kernel, view_of
 from dsbd_cli.models.checkpoints.generation import CheckpointSettings, checkpoint_rules
 from dsbd_cli.models.decoder.forward import Decoder, LayerInputs
-from dsbd_cli.models.decoder.views import MaskView, PathView, PrefixView, View
-from dsbd_cli.models.forest_attention import LEAST_DIM, Blocks
 from dsbd_cli.models.forest_model import BaseForestModel, ModelSize, StateTap, address
 from dsbd_cli.models.kv_cache import KVCache, PlaneSpec
 from dsbd_cli.ops import run
-from dsbd_cli.ops.cpu.prompt_attention import STEP
 from dsbd_cli.ops.interface import Ops
 from dsbd_cli.ops.run import Arena, Program
 from dsbd_cli.ops.select import LAYERS
@@ -64,8 +63,7 @@ class _LayerProgram:
         for home, given in zip(self.inputs.angles, inputs.angles, strict=True):
             home[0].copy_(given[0])
             home[1].copy_(given[1])
-        for view, given_view in zip(self.inputs.views, inputs.views, strict=True):
-            view.load(given_view)
+        self.inputs.attention.load(inputs.attention)
 
 
 class DecoderForestModel(BaseForestModel):
@@ -85,12 +83,18 @@ class DecoderForestModel(BaseForestModel):
         self.decoder, self._settings = decoder, settings
         self._watched: frozenset[int] = frozenset()  # numbers of layers after which hidden states are taken
         plane = PlaneSpec(spec.kv_heads, spec.head_dim, weights.dtype, device)
+        self._scoring = Scoring(spec.scale, spec.softcap)
+        self._kinds = [spec.kinds.index(window) for window in spec.windows]
+        query, key = (
+            torch.empty(1, 1, heads, spec.head_dim, dtype=weights.dtype, device=device).transpose(1, 2)
+            for heads in (spec.heads, spec.kv_heads)
+        )
+        self._form = query, key, key  # a query, a key and a value in the form of all layers'
         self._cache.learn_all([(plane, plane)] * spec.layers)
         self._pads_forwards = decoder.ops.program is None  # kernels of the CPU compute each row by itself
         self._dtype, self._width = weights.dtype, sum(weights.head.parts)
         self._angles: list[tuple[Tensor, Tensor]] = []
         self._built_programs = 0
-        self._last_was_split = False  # whether the last forward split its keys into prompt slots and suffix
         self._programs: dict[Hashable, _LayerProgram] = {}
         self._programs_of = self.generation
         self._arena = Arena()
@@ -141,7 +145,7 @@ class DecoderForestModel(BaseForestModel):
 
     @property
     def by_parts(self) -> bool:
-        return self._last_was_split
+        return self._metadata is not None and self._metadata.split is not None
 
     @property
     def slower_forwards(self) -> int:
@@ -213,23 +217,26 @@ class DecoderForestModel(BaseForestModel):
         views = []
         for window in spec.kinds:
             seen = (ahead >= 0) if window is None else (ahead >= 0) & (ahead < window)
-            views.append(MaskView(additive_mask(seen.expand(count, -1, -1), self._dtype)))
+            mask = LayerMask(seen.expand(count, -1, -1), self._dtype, None, whole=True)
+            views.append(MaskView(mask, over_all_slots))
         angles = self._angles_at(places.expand(count, -1))
         slots = torch.arange(count * length, device=self._device)
-        inputs = LayerInputs(slots, angles, views, lambda _: (planes[0], planes[1]))
+        attention = LayerViews(views, self._kinds, self._scoring, lambda _: (planes[0], planes[1]))
+        inputs = LayerInputs(slots, angles, attention)
         residual, branch, _ = decoder.layers(decoder.embed(tokens.to(self._device)), inputs)
         last, _ = decoder.finish(residual, branch)
         return self._fitted(decoder.logits(decoder.head(last), last))
 
     def _run(self, batch: ForestInput, *, logits: bool) -> Tensor | None:
         decoder = self.decoder
-        if batch.chain and not logits and self._prompt_kernel is not None and self.decoder.spec.kinds == (None,):
+        read = batch.chain and not logits and decoder.spec.kinds == (None,)
+        if read and prompt_kernel(self.ops, *self._form, self._scoring) is not None:
             batch = _without_padding(batch, self._cache.slots - 1)
         self._cache.begin(batch.slots, batch.rows, batch.mask.shape[-1])
         hidden = decoder.embed(self._ids_in_table(batch))
         write = self._cache.under_way
         assert write is not None
-        inputs = LayerInputs(write.flat, self._angles_at(batch.positions), self._views(batch), self._cache.planes)
+        inputs = LayerInputs(write.flat, self._angles_at(batch.positions), self._attention(batch, "prefix"))
         results = self._results(batch, hidden, inputs, logits)
         if self._tap is not None:
             self._leave_states([results.hidden_states[number] for number in self._tap.layers] or [results.last])
@@ -237,13 +244,13 @@ class DecoderForestModel(BaseForestModel):
 
     def _results(self, batch: ForestInput, hidden: Tensor, inputs: LayerInputs, logits: bool) -> _Results:
         """Run the layers, the final norm and, with `logits`, the LM head, as a program where there is one."""
-        few, keys = hidden.shape[:2].numel() <= MOST_NODES, [view.key() for view in inputs.views]
-        if self.ops.program is None or not few or None in keys:
+        few, views = hidden.shape[:2].numel() <= MOST_NODES, inputs.attention.key()
+        if self.ops.program is None or not few or views is None:
             return self._computed(hidden, inputs, logits)
         if self._programs_of != self.generation:
             self.forget_programs()
         ends = logits and self.decoder.weights.head.compiled  # a program would keep a copy of what torch computes
-        key = (torch.get_num_threads(), hidden.shape, ends, *keys)
+        key = (torch.get_num_threads(), hidden.shape, ends, views)
         made = self._programs.pop(key, None)
         if made is None:
             while len(self._programs) >= MOST_PROGRAMS:
@@ -271,8 +278,7 @@ class DecoderForestModel(BaseForestModel):
             places = LayerInputs(
                 inputs.slots.clone(),
                 [(cos.clone(), sin.clone()) for cos, sin in inputs.angles],
-                [view.copy() for view in inputs.views],
-                inputs.planes,
+                inputs.attention.copy(),
             )
             first = hidden.clone()
             program, results = self._arena.record(self.ops.program, lambda: self._computed(first, places, logits))
@@ -296,53 +302,13 @@ class DecoderForestModel(BaseForestModel):
             for cos, sin in self._angles
         ]
 
-    def _views(self, batch: ForestInput) -> list[View]:
-        """Return what the nodes see, one view for each kind of window."""
-        metadata, spec = self._attention_metadata(batch), self.decoder.spec
-        self._last_was_split = metadata is not None
-        by_paths = (
-            metadata is not None
-            and metadata.kernel is None
-            and not metadata.fast
-            and self.ops.path_attention is not None
-        )
-        seen = [_seen(batch, window) for window in spec.kinds]
-        # where all nodes see all prompt slots no mask is added to scores, and `seen` is registered in its place
-        prefix = None
-        if metadata is None and batch.chain and self._prompt_kernel is not None:
-            assert batch.mask[..., 0].all(), "each node sees its row from slot 0 on"
-            prefix = PrefixView(batch.mask.sum(-1), self._prompt_kernel, batch.rows)
-        plain = [(by_paths or prefix is not None) and window is None for window in spec.kinds]
-        masks = [one if bare else additive_mask(one, self._dtype) for one, bare in zip(seen, plain, strict=True)]
-        if metadata is None:
-            blocks = Blocks.of(batch)
-            return [
-                prefix if bare and prefix is not None else MaskView(mask, batch.rows, blocks)
-                for mask, bare in zip(masks, plain, strict=True)
-            ]
-        for mask, one, window in zip(masks, seen, spec.kinds, strict=True):
-            metadata.add(mask, one, whole=window is None)
-        if not by_paths:
-            return [MaskView(mask, batch.rows, metadata) for mask in masks]
-        unsplit = spec.softcap is not None or spec.head_dim < LEAST_DIM
-        return [self._path_view(metadata.all_suffix() if unsplit else metadata, mask, batch) for mask in masks]
-
-    def _path_view(self, metadata: AttentionMetadata, mask: Tensor, batch: ForestInput) -> PathView:
-        spec, most = self.decoder.spec, max(metadata.prompt_slots)
-        queries = filled_queries(spec.heads, spec.kv_heads, batch.tokens.shape[1], spec.head_dim)
-        head = metadata.head(mask, queries) if most else None
-        assert self.ops.path_attention is not None
-        paths, kernel = metadata.paths(mask), self._prompt_kernel
-        if most and head is None and kernel is not None:
-            return PathView((), paths, None, self.ops.path_attention, PrefixView(metadata.counts, kernel))
-        head = None if head is None else head[..., :most]
-        return PathView(metadata.prompt_slots if most else (), paths, head, self.ops.path_attention)
-
-    @property
-    def _prompt_kernel(self) -> PromptKernel | None:
-        """The kernel that attends to prompts; None where torch does."""
-        spec = self.decoder.spec
-        return self.ops.prompt_attention if spec.head_dim % STEP == 0 and spec.softcap is None else None
+    def _attention(self, batch: ForestInput, reading: Reading) -> LayerViews:
+        """Return what the nodes see, one view for each kind of window. reading: of a prompt."""
+        metadata, views = self._attention_metadata(batch, reading), list[View]()
+        for window in self.decoder.spec.kinds:
+            mask = metadata.add(_seen(batch, window), self._dtype, whole=window is None)
+            views.append(view_of(metadata, mask, *self._form, self._scoring, batch.rows))
+        return LayerViews(views, self._kinds, self._scoring, self._cache.planes)
 
 
 def _without_padding(batch: ForestInput, trash: int) -> ForestInput:

@@ -8,16 +8,16 @@ Letters: R rows, n nodes, m = R * n, H hidden width, Q query heads, K kv heads, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dsbd_cli.models.attention.views import LayerViews
 from dsbd_cli.models.decoder.own_rows import OwnRows
 from dsbd_cli.models.decoder.spec import DecoderSpec
-from dsbd_cli.models.decoder.views import View
 from dsbd_cli.models.decoder.weights import DecoderWeights, LayerWeights, PlainLinear
 from dsbd_cli.ops import run
 from dsbd_cli.ops.interface import Ops
@@ -29,14 +29,12 @@ class LayerInputs:
     """Inputs that the layers of one forward share.
 
     slots: [m] int64 flat indices, row * S + slot, of the planes: where keys and values are written. angles: cosines and
-    sines [R, n, E], for each kind of rotary positions. views: one for each kind of window. planes: returns keys and
-    values [R', S', K, E] of a layer.
+    sines [R, n, E], for each kind of rotary positions. attention: what the nodes see, and the planes of the layers.
     """
 
     slots: Tensor
     angles: Sequence[tuple[Tensor, Tensor]]
-    views: Sequence[View]
-    planes: Callable[[int], tuple[Tensor, Tensor]]
+    attention: LayerViews
 
 
 class Decoder:
@@ -113,14 +111,13 @@ class Decoder:
     def _attention(self, number: int, layer: LayerWeights, x: Tensor, inputs: LayerInputs) -> Tensor:
         """Run a layer's attention: write keys and values to the planes and return the output [R, n, H]."""
         spec, norms = self.spec, layer.head_norms
-        keys, values = inputs.planes(number)
+        keys, values = inputs.attention.planes(number)
         qkv = layer.qkv.compute(x)
         if norms is not None and spec.norms_over_all_heads:
             qkv, norms = self._wide_norms(norms, layer.qkv.parts, qkv), None
         cos, sin = inputs.angles[spec.rotary[number]]
         query = self.ops.rotate(qkv, cos, sin, inputs.slots, keys, values, norms=norms)
-        view = inputs.views[spec.kinds.index(spec.windows[number])]
-        attended = view.attend(query, keys, values, spec.scale, spec.softcap)
+        attended = self.ops.attend(number, query, inputs.attention)
         return layer.out.compute(attended.flatten(2))
 
     def _enter(self, norm: Norm | None, residual: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor]:

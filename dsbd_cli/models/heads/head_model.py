@@ -244,10 +244,6 @@ class HeadForestModel(TargetHead, DecoderForestModel):
         shared = sum(sizes[address(one)] for one in theirs if address(one) in sizes)
         return replace(found, held_bytes=found.held_bytes - shared)
 
-    @property
-    def _prompt_kernel(self) -> None:
-        """None: the kernel attends from slot 0 on, which a head does not see."""
-
     def pack(self) -> None:
         pack_decoder(self.decoder, self.device)
         self.forget_programs()
@@ -273,7 +269,9 @@ class HeadForestModel(TargetHead, DecoderForestModel):
         write = cache.under_way
         assert write is not None
         hidden = head.start(head.embed(self._ids_in_table(batch)), states)
-        inputs = LayerInputs(write.flat, self._angles_at(batch.positions), self._views(batch), cache.planes)
+        # not by prefix: a head does not see slot 0
+        attention = self._attention(batch, "all slots")
+        inputs = LayerInputs(write.flat, self._angles_at(batch.positions), attention)
         results = self._results(batch, hidden, inputs, logits)
         if results.product is None:
             return None  # the target has run all nodes

@@ -1,7 +1,7 @@
 """A CPU kernel for attention over the suffix: each node visits the slots that it sees, in order of depth.
 
 So neither the other nodes nor the places of the ancestors' slots change a result, and sums in float32 suffice. The
-torch code of models/forest_attention.py is the specification, and serves what the kernel does not support. The kernel
+torch code of models/attention/forest.py is the specification, and serves what the kernel does not support. The kernel
 itself is in kernels/attention.py; numba, which compiles it, is imported at its first call.
 
 Letters: R rows, H kv heads, G query heads per kv head, n nodes, S slots, T suffix slots, E head dim.
@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from dsbd_cli.ops import run
 from dsbd_cli.ops.cpu.runtime import FLOATS, SMALL, CpuKernel, fields, kernels, layout, offsets
+from dsbd_cli.ops.layout import SlotPaths
 
 LANES = 16
 FEW = 32  # fewer queries of a kv head are not divided among threads, because each thread would read all keys
@@ -53,43 +53,30 @@ ATTEND, LIST = offsets(AttentionArguments), offsets(SlotListArguments)
 LAYOUT = layout(AttentionArguments, SlotListArguments)
 
 
-@dataclass(frozen=True, slots=True)
-class SlotPaths:
-    """The suffix slots that each node sees, in order of depth.
+def list_slots(seen: Tensor, starts: Tensor, width: int, depths: Tensor | None) -> SlotPaths:
+    """Return the suffix slots that each node sees, in order of depth.
 
-    slots [R, n, T] int32, relative to the row's lowest; counts [R, n] int32, how many of them are used; bounds [R, 2]
-    int32: the lowest slot that a node of the row sees, and one past the highest. span: the largest difference of these
-    two. total: S.
+    seen [R, n, S] bool; starts [R] int64, the slot where each suffix begins; width: T, its slots; depths [R, S] int64,
+    the depth of the token in each slot; None: slots are in order of depth.
     """
-
-    slots: Tensor
-    counts: Tensor
-    bounds: Tensor
-    span: int
-    total: int
-
-    @staticmethod
-    def of(seen: Tensor, starts: Tensor, width: int, depths: Tensor | None) -> SlotPaths:
-        """List the slots. seen [R, n, S] bool; starts [R] int64, the slot where each suffix begins; width: T, its
-        slots; depths [R, S] int64, the depth of the token in each slot; None: slots are in order of depth."""
-        rows, nodes, total = seen.shape
-        assert (seen.dtype, starts.dtype, starts.numel()) == (torch.bool, torch.int64, rows)
-        if seen.stride(2) != 1:
-            seen = seen.contiguous()
-        ordered = 0, 0
-        if depths is not None:
-            assert (depths.dtype, depths.stride(1), len(depths)) == (torch.int64, 1, rows)
-            assert depths.shape[1] >= total
-            ordered = depths.data_ptr(), depths.stride(0) * 8
-        slots = torch.empty(rows, nodes, width, dtype=torch.int32, device="cpu")
-        counts = slots.new_empty(rows, nodes)
-        bounds = slots.new_empty(rows, 2)
-        arguments = SlotListArguments(
-            0, 0, rows, nodes, width, total, seen.data_ptr(), seen.stride(0), seen.stride(1), starts.data_ptr(),
-            *ordered, slots.data_ptr(), counts.data_ptr(), bounds.data_ptr(),
-        )  # fmt: skip
-        compiled()[1](arguments, rows * nodes * width, rows)
-        return SlotPaths(slots, counts, bounds, max(end - first for first, end in bounds.tolist()), total)
+    rows, nodes, total = seen.shape
+    assert (seen.dtype, starts.dtype, starts.numel()) == (torch.bool, torch.int64, rows)
+    if seen.stride(2) != 1:
+        seen = seen.contiguous()
+    ordered = 0, 0
+    if depths is not None:
+        assert (depths.dtype, depths.stride(1), len(depths)) == (torch.int64, 1, rows)
+        assert depths.shape[1] >= total
+        ordered = depths.data_ptr(), depths.stride(0) * 8
+    slots = torch.empty(rows, nodes, width, dtype=torch.int32, device="cpu")
+    counts = slots.new_empty(rows, nodes)
+    bounds = slots.new_empty(rows, 2)
+    arguments = SlotListArguments(
+        0, 0, rows, nodes, width, total, seen.data_ptr(), seen.stride(0), seen.stride(1), starts.data_ptr(),
+        *ordered, slots.data_ptr(), counts.data_ptr(), bounds.data_ptr(),
+    )  # fmt: skip
+    compiled()[1](arguments, rows * nodes * width, rows)
+    return SlotPaths(slots, counts, bounds, max(end - first for first, end in bounds.tolist()), total)
 
 
 def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:

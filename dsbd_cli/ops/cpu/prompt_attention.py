@@ -4,7 +4,7 @@ is read.
 The slots are visited in chunks, and the softmax is rescaled from chunk to chunk (FlashAttention, Dao et al. 2022). Keys
 and values of a chunk are packed as lines, so that the tiles of kernels/simd.py multiply them. A query is computed by
 itself, chunk by chunk from slot 0 on, so its bits depend neither on the other queries nor on the threads. The torch
-code of models/forest_attention.py is the specification. The kernel itself is in kernels/prompt_attention.py; numba,
+code of models/attention/forest.py is the specification. The kernel itself is in kernels/prompt_attention.py; numba,
 which compiles it, is imported at its first call.
 
 Letters: R rows, H kv heads, G query heads per kv head, n nodes, m = G * n queries, S slots, E head dim.

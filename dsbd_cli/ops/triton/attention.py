@@ -4,7 +4,7 @@ The first slots of a row hold its prompt, which every node sees, so no mask is r
 SPLIT slots, by place and not by the number of nodes, so that the bits that a part gives a node do not depend on other
 nodes. The parts are joined in their order. All slots behind the prompt are the suffix, which a mask selects from. The
 order of its slots depends on the drafts. Its sums are in float64, so that this order does not change the result, as in
-models/forest_attention.py. Where no bits are promised they are in float32, and all slots that every node sees may count
+models/attention/forest.py. Where no bits are promised they are in float32, and all slots that every node sees may count
 as the prompt.
 
 Letters: R rows, Q query heads, H kv heads, G = Q / H, n nodes, m = G n queries of a kv head, S slots, E head dim,

@@ -24,9 +24,9 @@ from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.iteration import stepper as step_module
 from dsbd_cli.engine.iteration.cuda_graphs import IterationGraphs
 from dsbd_cli.engine.protocols import ForestInput
-from dsbd_cli.models import forest_model as forests
 from dsbd_cli.models.adapted import adapter
 from dsbd_cli.models.adapted.causal import CausalForestModel
+from dsbd_cli.models.attention import metadata
 from dsbd_cli.requests import Request, RequestResult
 from tests.engine.iteration.test_cuda_graphs import FakeRecorder
 from tests.helpers.pretend import DEVICE, SameDevice, one_device, pretend
@@ -170,7 +170,7 @@ def test_transformers_models_too(family: str, split: str, monkeypatch: pytest.Mo
         if split in ("exact", "fast"):
             kernels = pytest.importorskip("dsbd_cli.ops.triton.attention", reason="triton is not installed")
             models[0].attention = partial(kernels.attention, exact=split == "exact")
-            monkeypatch.setattr(forests, "LONG", 0)
+            monkeypatch.setattr(metadata, "LONG", 0)
         engine = Engine(models[0], models[1], NumberCodec(VOCABULARY, (2,)), method, batch_size=2)
         assert decode(engine, method, iter(reports), mode, monkeypatch) == 3
 

@@ -16,18 +16,17 @@ from dsbd_cli.engine.cache import prefill
 from dsbd_cli.engine.core.slots import PREFIX_STEP
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.protocols import ForestModel
-from dsbd_cli.models import attention_metadata, forest_attention
-from dsbd_cli.models.adapted import attention, patching
+from dsbd_cli.models.adapted import patching
 from dsbd_cli.models.adapted.causal import CausalForestModel
 from dsbd_cli.models.adapted.patching import pack
+from dsbd_cli.models.attention import forest, metadata, views
 from dsbd_cli.models.checks.invariance import Surroundings, _logits, check
 from dsbd_cli.models.load_model import load_model
 from dsbd_cli.models.pair import LoadedPair, load_pair
 from dsbd_cli.models.recurrent import mixers
 from dsbd_cli.models.recurrent.linear_state import LinearState
 from dsbd_cli.models.recurrent.states import StateCache
-from dsbd_cli.ops.cpu.attention import attend
-from dsbd_cli.ops.processor import Processor, current, on_amd
+from dsbd_cli.ops.cpu import attention, prompt_attention
 from dsbd_cli.requests import Request
 from tests.helpers.tiny import FIT, build
 
@@ -56,7 +55,7 @@ def code(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forest_attention, "takes", lambda *_: False)
+    monkeypatch.setattr(attention, "takes", lambda *_: False)
 
 
 @pytest.mark.usefixtures("code")
@@ -178,30 +177,31 @@ def test_experts_of_the_library_are_not_trusted(packed: bool, monkeypatch: pytes
 def all_slots_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fused kernel over all slots, gaps included."""
 
-    def fused(metadata, query, key, value, mask, scoring):  # type: ignore[no-untyped-def]
+    def fused(mask, query, key, value, scoring):  # type: ignore[no-untyped-def]
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-        return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scoring.scale)
+        given = {"attn_mask": mask.additive, "scale": scoring.scale}
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, **given).transpose(1, 2)
 
-    monkeypatch.setattr(forest_attention, "_by_parts", fused)
+    monkeypatch.setattr(views, "by_parts", fused)
     in_torch(monkeypatch)
 
 
 def narrow_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """The suffix in float32, by slot."""
     in_torch(monkeypatch)
-    monkeypatch.setattr(forest_attention.torch, "float64", torch.float32)
+    monkeypatch.setattr(forest.torch, "float64", torch.float32)
 
 
 def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's fused kernel attends to prompts."""
-    monkeypatch.setattr(forest_attention.cpu_prompts, "takes", lambda *_: False)
+    monkeypatch.setattr(prompt_attention, "takes", lambda *_: False)
 
 
 def odd_remainders(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many queries in torch's fused kernel as there happen to be."""
     by_torch(monkeypatch)
-    monkeypatch.setattr(attention_metadata, "QUERY_STEP", 1)
+    monkeypatch.setattr(metadata, "QUERY_STEP", 1)
 
 
 def test_torch_may_attend_to_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,74 +217,6 @@ def test_mutants_are_found(break_it: Any, monkeypatch: pytest.MonkeyPatch) -> No
     assert check(model).varies is None
     break_it(monkeypatch)
     assert check(model).varies is not None
-
-
-def attended(suffix: int) -> torch.Tensor:
-    """[1, n, H, E] of six nodes over 64 prompt slots and six more, among `suffix` slots whose others are masked."""
-    generator = torch.Generator().manual_seed(3)
-    query, key, value = (torch.randn(1, heads, 128, 64, generator=generator) for heads in (4, 2, 2))
-    seen = torch.zeros(1, 6, 128, dtype=torch.bool)
-    seen[..., :64] = True
-    seen[..., 64:70] = torch.ones(6, 6).tril().bool()
-    additive = torch.zeros(1, 1, 6, 128).masked_fill_(~seen[:, None], torch.finfo(torch.float32).min)
-    metadata = attention_metadata.AttentionMetadata((64,), suffix, path_attention=attend)
-    metadata.add(additive, seen, whole=True)
-    with attention.attention_over(metadata):
-        return attention.grouped_attention(torch.nn.Module(), query[:, :, :6], key, value, additive)[0]
-
-
-def test_a_short_suffix_has_the_bits_of_a_long_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards products of few columns, which take another kernel: LEAST_TAIL keeps them away."""
-    kernel = attended(64)
-    assert all(torch.equal(attended(suffix), kernel) for suffix in range(6, 40))
-    in_torch(monkeypatch)
-    wide = attended(64)
-    assert all(torch.equal(attended(suffix), wide) for suffix in range(6, 40))
-
-
-@pytest.mark.skipif(not on_amd(), reason="products of few columns are known to take another kernel on AMD alone")
-def test_a_suffix_that_is_not_filled_up_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the test above."""
-    in_torch(monkeypatch)
-    wide = attended(64)
-    monkeypatch.setattr(attention_metadata, "LEAST_SUFFIX", 1)
-    assert not all(torch.equal(attended(suffix), wide) for suffix in range(6, 12))
-
-
-def of_queries(count: int, dim: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """[1, H, E] of the first of so many nodes that see 96 prompt slots and one more."""
-    generator = torch.Generator().manual_seed(4)
-    query, key, value = (torch.randn(1, heads, 128, dim, generator=generator).to(dtype) for heads in (4, 4, 4))
-    seen = torch.zeros(1, count, 128, dtype=torch.bool)
-    seen[..., :97] = True
-    additive = torch.zeros(1, 1, count, 128, dtype=dtype).masked_fill_(~seen[:, None], torch.finfo(dtype).min)
-    metadata = attention_metadata.AttentionMetadata((96,), 32, path_attention=attend)
-    metadata.add(additive, seen, whole=True)
-    with attention.attention_over(metadata):
-        return attention.grouped_attention(torch.nn.Module(), query[:, :, :count], key, value, additive)[0][:, 0]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dim", [64, 128, 256])
-def test_a_query_has_the_same_bits_beside_any_number_of_others(
-    dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Guards products of few rows, which take another kernel: what is filled up keeps them away."""
-    for change in (lambda: None, lambda: in_torch(monkeypatch)):
-        change()
-        many = of_queries(96, dim, dtype)
-        assert all(torch.equal(of_queries(count, dim, dtype), many) for count in range(1, 70))
-
-
-@pytest.mark.skipif(on_amd(), reason="products of few rows take no other kernel on AMD")
-@pytest.mark.parametrize("dim", [128, 256])
-def test_queries_that_are_not_filled_up_are_found(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the test above."""
-    monkeypatch.setattr(attention_metadata, "LEAST_REST", 1)
-    few = [torch.equal(of_queries(count, dim), of_queries(96, dim)) for count in range(1, 40)]
-    if all(few) and current() < Processor.AVX512:
-        pytest.skip("only processors with AVX-512 are known for it")
-    assert not all(few)
 
 
 def test_parts_give_what_the_fused_kernel_gives() -> None:
@@ -387,7 +319,8 @@ def test_mutants_of_a_reading_in_blocks_are_found(monkeypatch: pytest.MonkeyPatc
     text = [chance.randrange(model.vocab_size) for _ in range(LONG)]
     whole = read(model, text, ())
     assert not all(equal(read(model, text, (cut,)), whole) for cut in (32, 96, 256 + 32))
-    monkeypatch.setattr(forest_attention.Blocks, "of", classmethod(lambda cls, batch: None))
+    monkeypatch.setattr(forest, "by_blocks", lambda first, *states: forest.by_mask(*states))
+    monkeypatch.setattr(views, "by_blocks", lambda first, *states: forest.by_mask(*states))
     whole = read(model, text, ())
     assert not all(equal(read(model, text, (cut,)), whole) for cut in (64, 192, 256, 448))
 

@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsbd_cli.models import attention_metadata, forest_attention
 from dsbd_cli.models.adapted import attention
+from dsbd_cli.models.attention.metadata import AttentionMetadata, Split
 from dsbd_cli.models.recurrent import states
 from dsbd_cli.ops.cpu import attention as cpu_attention
+from dsbd_cli.ops.layout import SlotPaths
 from dsbd_cli.ops.select import ops_for
 from tests.helpers.kernels import CPU, refuse, replaced
 
@@ -47,15 +48,10 @@ class Case:
 
     def run(self) -> Tensor:
         """[R, n, H * G, E] by the attention function of the models, with the whole range of slots as suffix."""
-        additive = torch.zeros(self.seen.shape, dtype=self.query.dtype)
-        additive = additive.masked_fill_(~self.seen, torch.finfo(self.query.dtype).min)[:, None]
-        metadata = attention_metadata.AttentionMetadata(
-            self.prompt_part,
-            self.seen.shape[-1],
-            path_attention=ops_for(CPU, self.query.dtype, ("path_attention",)).path_attention,
-            positions=self.positions,
-        )
-        metadata.add(additive, self.seen, whole=bool(self.seen[..., : min(self.prompt_part)].all()))
+        ops = ops_for(CPU, self.query.dtype, ("path_attention",))
+        metadata = AttentionMetadata(ops, Split.of(self.prompt_part, self.seen.shape[-1], positions=self.positions))
+        whole = bool(self.seen[..., : min(self.prompt_part)].all())
+        additive = metadata.add(self.seen, self.query.dtype, whole=whole).additive
         more: dict[str, Any] = {} if self.bias is None else {"position_bias": self.bias}
         with attention.attention_over(metadata):
             module = torch.nn.Module()
@@ -160,7 +156,7 @@ def test_it_gives_what_the_torch_code_gives(name: str, dtype: torch.dtype, monke
     case = CASES[name](dtype)
     ours, wanted = case.run(), case.reference()
     assert (ours.double() - wanted).abs().max() <= LIMIT[dtype] * max(1.0, float(wanted.abs().max()))
-    monkeypatch.setattr(forest_attention, "takes", lambda *_: False)
+    monkeypatch.setattr(cpu_attention, "takes", lambda *_: False)
     torch.testing.assert_close(ours, case.run(), rtol=LIMIT[dtype], atol=LIMIT[dtype])
 
 
@@ -168,8 +164,8 @@ def test_the_kernel_was_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the test above against comparing the torch code with itself."""
     calls = []
     attend = cpu_attention.attend
-    with replaced(monkeypatch, "path_attention", op=lambda *a, **k: calls.append(1) or attend(*a, **k)):
-        draw(1, torch.bfloat16).run()
+    monkeypatch.setattr(cpu_attention, "attend", lambda *a, **k: calls.append(1) or attend(*a, **k))
+    draw(1, torch.bfloat16).run()
     assert calls
     assert not cpu_attention.takes(*(torch.zeros(1, 1, 1, 64, dtype=torch.float16),) * 3)
     assert not cpu_attention.takes(*(torch.zeros(1, 1, 64, 1).transpose(2, 3)[..., ::2],) * 3)
@@ -210,11 +206,9 @@ def test_bits_do_not_depend_on_slots_nodes_or_rows(dtype: torch.dtype) -> None:
 
 def by_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots in the order in which they lie."""
-    of = cpu_attention.SlotPaths.of
+    listed = cpu_attention.list_slots
     monkeypatch.setattr(
-        cpu_attention.SlotPaths,
-        "of",
-        lambda seen, starts, width, depths: of(seen, starts, width, None),
+        cpu_attention, "list_slots", lambda seen, starts, width, depths: listed(seen, starts, width, None)
     )
 
 
@@ -238,14 +232,15 @@ def test_mutants_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
         part, sums = prompt_part
         return attend(*arguments, prompt_part=(part, torch.zeros_like(sums)), **more)
 
-    def unbounded(paths: cpu_attention.SlotPaths, *arguments: Any, **more: Any) -> Tensor:
+    def unbounded(paths: SlotPaths, *arguments: Any, **more: Any) -> Tensor:
         seen = draw(9, torch.float32).seen
-        paths = cpu_attention.SlotPaths.of(seen, torch.tensor([96]), 104, None)
+        paths = cpu_attention.list_slots(seen, torch.tensor([96]), 104, None)
         return attend(paths, *arguments, **more)
 
     narrow = draw(10, torch.float32, window=4)
     for mutant, of in ((unweighed, case), (unbounded, narrow)):
-        with replaced(monkeypatch, "path_attention", op=mutant):
+        with monkeypatch.context() as patch:
+            patch.setattr(cpu_attention, "attend", mutant)
             assert (of.run().double() - of.reference()).abs().max() > 1e-2
     assert (case.run().double() - wanted).abs().max() < 1e-5
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsbd_cli.models import forest_attention
+from dsbd_cli.models.attention import forest
 from dsbd_cli.ops.cpu import prompt_attention
 from dsbd_cli.ops.cpu.linear import COLUMNS
 from dsbd_cli.ops.select import ops_for
@@ -79,7 +79,7 @@ def test_numbers_are_those_of_torch(dtype: torch.dtype) -> None:
     needs_kernel(dtype)
     states = drawn(dtype, rows=2, heads=2, groups=3, nodes=4, slots=200, dim=64)
     out, sums = prompt_attention.attend(*states, torch.tensor([[192], [96]]), 0.125)
-    wanted, log_sums = forest_attention.prompt_attention((192, 96), *states, None, 0.125)
+    wanted, log_sums = forest.prompt_attention((192, 96), *states, None, 0.125)
     assert torch.allclose(out.float(), wanted.float(), atol=LIMIT[dtype], rtol=0)
     assert torch.allclose(sums, log_sums, atol=LIMIT[dtype], rtol=0)
 

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.engine.protocols import ForestInput
-from dsbd_cli.models import forest_model as forests
 from dsbd_cli.models import load_model as stages
+from dsbd_cli.models.attention import metadata
 from dsbd_cli.models.checkpoints.generation import CheckpointSettings
 from dsbd_cli.models.checks.invariance import Surroundings, _logits
 from dsbd_cli.models.checks.selftest import self_test
@@ -102,7 +102,7 @@ def test_logits_of_a_node_have_the_same_bits_in_any_company() -> None:
 def test_a_long_prompt_goes_through_the_kernel_without_bits_too(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A common prefix of 40 slots, a suffix of 24. Guards a kernel that serves a window, whose slots not all nodes
     see."""
-    monkeypatch.setattr(forests, "LONG", 64)
+    monkeypatch.setattr(metadata, "LONG", 64)
     calls: list[Any] = []
 
     def noted(*arguments: Any, exact: bool) -> torch.Tensor:
