@@ -157,15 +157,12 @@ def apart_faults(package: Path) -> list[str]:
 
 
 def kernel_faults(package: Path) -> list[str]:
-    """Imports of kernels by anyone who should ask `Ops`, but for the attention's and the processor's names, which move
-    with them."""
-    moving = ("models.attention_metadata", "models.forest_attention", "models.decoder", "models.verdicts")
+    """Imports of kernels by anyone who should ask `Ops`."""
     return [
         f"{path}:{line} imports {other}"
         for path in sources(package)
         for line, other in own_imports(path)
-        if (kernels := lies_in(other, KERNELS))
-        and not lies_in(module_name(path, package), (*KERNELS[kernels], *moving))
+        if (kernels := lies_in(other, KERNELS)) and not lies_in(module_name(path, package), KERNELS[kernels])
     ]
 
 
