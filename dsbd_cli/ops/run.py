@@ -12,7 +12,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -111,8 +111,7 @@ class Program:
                 buffer.copy_(result)
 
         self._steps.append(step)
-        result: Any = buffers[0] if isinstance(found, Tensor) else tuple(buffers)
-        return result
+        return cast(Results, buffers[0] if isinstance(found, Tensor) else tuple(buffers))
 
     def copy(self, value: Tensor) -> Tensor:
         self.close()
