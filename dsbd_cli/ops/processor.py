@@ -20,8 +20,8 @@ ON_ARM = platform.machine().lower() in ("arm64", "aarch64")
 
 
 class Processor(IntEnum):
-    """What a processor can do for our kernels. A larger one can do all that a smaller one can, but for AVX2_VNNI, which
-    only some have. ARM is BASE."""
+    """A processor, by the instructions that our kernels use. A larger one has all that a smaller one has, but for
+    AVX2_VNNI, which only some have. An ARM is BASE."""
 
     BASE, AVX2, AVX2_VNNI, AVX512, AVX512_VNNI, AVX512_BF16, AMX = range(7)
 
