@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo real evidence test test-slow wheel-test lint types docs docs-check site clean
+.PHONY: help demo real evidence test wheel-test lint types docs docs-check site clean
 
 # The first Python that is new enough; another one with: make PYTHON=/path/to/python
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python; do \
@@ -40,14 +40,8 @@ evidence: $(READY) ## the table of README: fetch Qwen2.5-Coder-1.5B and SmolLM2-
 
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -q
 
-# Slow tests (Ray, 200 schemas, PTX, ranks) run only if their code has changed since they passed: tests/helpers/slow.py
-# lists the code, tests/slow.json keeps what passed.
 test: $(READY) ## run the suite
 	$(PYTEST)
-
-test-slow: $(READY) ## run all slow tests, and note that they passed
-	$(PYTEST) -m slow --slow
-	$(BIN)/python -m tests.helpers.slow
 
 wheel-test: ## build the wheel, install it into an empty environment, use it away from the clone
 	.ci/wheel-test

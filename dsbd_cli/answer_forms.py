@@ -121,7 +121,7 @@ class Reasoning:
         end = self._end(written, begin)
         if end is None:  # a mark may have begun
             closing, longest = self.marks.closing, max(map(len, self.marks.closing)) - 1
-            tails = (written[place:] for place in range(max(begin, len(written) - longest), len(written)))
+            tails = (written[start:] for start in range(max(begin, len(written) - longest), len(written)))
             tail = next((tail for tail in tails if any(mark.startswith(tail) for mark in closing)), b"")
             return Reasoning(self.marks, True, tail)
         stop, answer = end
@@ -139,13 +139,13 @@ class Reasoning:
     def _end(self, written: bytes, begin: int) -> tuple[int, int | None] | None:
         """Return where the mark that ends the reasoning begins, and where the content behind it does, None while its
         header stands there alone; None where there is no such mark yet."""
-        found = [(written.find(mark, begin), len(mark)) for mark in self.marks.closing]
-        ends = [(place + size, place) for place, size in found if place >= 0]
+        marks = [(written.find(mark, begin), len(mark)) for mark in self.marks.closing]
+        ends = [(start + size, start) for start, size in marks if start >= 0]
         if not ends:
             return None
-        (end, place), message = min(ends), self.marks.message.encode()
+        (end, start), message = min(ends), self.marks.message.encode()
         at = written.find(message, end)
-        return place, None if at < 0 else at + len(message)
+        return start, None if at < 0 else at + len(message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,11 +299,11 @@ def form_of(
     is special. response: the tokenizer's response template, which transformers reads. read_template: reads calls by it.
     """
 
-    def known(mark: str) -> bool:
+    def is_known(mark: str) -> bool:
         return mark in added or mark in template
 
     marks = _template_marks(response) or next(
-        (one for one in REASONING if known(one.begin) and all(map(known, one.ends))), None
+        (form for form in REASONING if is_known(form.begin) and all(map(is_known, form.ends))), None
     )
     calls = next(
         (
@@ -318,7 +318,7 @@ def form_of(
     tokens = {
         text: token
         for text, (token, special) in added.items()
-        if text in texts or (special and any(text in one for one in texts))
+        if text in texts or (special and any(text in mark for mark in texts))
     }
     reader = read_template if "tool_calls" in _fields(response) else None
     return AnswerForm(marks, calls, reader, tokens)
@@ -352,7 +352,7 @@ def _literals(value: object) -> tuple[str, ...]:
     values = [value] if isinstance(value, str) else value
     if not isinstance(values, list):
         return ()
-    return tuple(one for one in values if isinstance(one, str) and one)
+    return tuple(value for value in values if isinstance(value, str) and value)
 
 
 def _named(tools: Tools) -> dict[str, Mapping[str, object]]:
@@ -367,7 +367,7 @@ def _named(tools: Tools) -> dict[str, Mapping[str, object]]:
     return named
 
 
-def _read_calls(form: CallForm, text: str, known: Iterable[str]) -> tuple[str, tuple[ToolCall, ...]]:
+def _read_calls(form: CallForm, text: str, names: Iterable[str]) -> tuple[str, tuple[ToolCall, ...]]:
     """Return the text without its whole calls, and the calls. known: names of the functions that were given."""
     calls: list[ToolCall] = []
     kept: list[str] = []
@@ -387,7 +387,7 @@ def _read_calls(form: CallForm, text: str, known: Iterable[str]) -> tuple[str, t
             at = taken = tail.end()
     kept.append(text[taken:])
     rest = [part for part in (part.strip() for part in kept) if part]
-    if form.bare and (rest or not {call.name for call in calls} <= set(known)):
+    if form.bare and (rest or not {call.name for call in calls} <= set(names)):
         return text, ()
     return ("\n\n".join(rest), tuple(calls)) if calls else (text, ())
 
@@ -397,10 +397,10 @@ def _calls_of(form: CallForm, value: object, name: str | None) -> list[ToolCall]
     if name is not None:
         return [ToolCall(name, _arguments(value))]
     calls = []
-    for one in value if isinstance(value, list) else [value]:
-        if not isinstance(one, dict) or not isinstance(named := one.get("name"), str) or not named:
+    for call in value if isinstance(value, list) else [value]:
+        if not isinstance(call, dict) or not isinstance(named := call.get("name"), str) or not named:
             raise ValueError("no name")
-        calls.append(ToolCall(named, _arguments(one.get(form.arguments, one.get("arguments", {})))))
+        calls.append(ToolCall(named, _arguments(call.get(form.arguments, call.get("arguments", {})))))
     return calls
 
 
@@ -425,13 +425,13 @@ def _call_grammar(form: CallForm, tools: str, choice: str, tokens: tuple[tuple[s
         raise UsageError(f"tool_choice is {shorten(choice)}, but the tools are {shorten(', '.join(functions))}")
     chosen = functions if choice == "required" else {choice: functions[choice]}
     rules, names = [], []
-    for place, (name, function) in enumerate(chosen.items()):
+    for index, (name, function) in enumerate(chosen.items()):
         schema = _schema(function.get("parameters"), name)
         call = form.call.format(name=json.dumps(name), plain_name=name, arguments="\0")
         before, _, behind = call.partition("\0")
-        names.append(f"call_{place}")
-        rules.append(f"call_{place}: {_lark(before, tokens)} arguments_{place} {_lark(behind, tokens)}")
-        rules.append(f"arguments_{place}: %json {json.dumps({'x-guidance': LAYOUT, **schema})}")
+        names.append(f"call_{index}")
+        rules.append(f"call_{index}: {_lark(before, tokens)} arguments_{index} {_lark(behind, tokens)}")
+        rules.append(f"arguments_{index}: %json {json.dumps({'x-guidance': LAYOUT, **schema})}")
     several = form.between is not None and choice == "required"
     more = f" ({_lark(form.between or '', tokens)} call)*" if several else ""
     start = f"start: {_lark(form.begin, tokens)} call{more} {_lark(form.end, tokens)}"

@@ -46,7 +46,7 @@ class DsbdLM(HFLM):  # type: ignore[misc]
             del options["temperature"]
         mask = options.pop("attention_mask", None)
         end: str | int | None = getattr(self, "think_end_token", None)
-        found = generate(
+        sequences = generate(
             self.model,
             context,
             attention_mask=mask,
@@ -58,19 +58,19 @@ class DsbdLM(HFLM):  # type: ignore[misc]
             think_end_token=end if any(stop) else None,
             **options,
         )
-        assert isinstance(found, torch.Tensor)
-        return found if end is None else self._without_reasoning(found, context.shape[1], end)
+        assert isinstance(sequences, torch.Tensor)
+        return sequences if end is None else self._without_reasoning(sequences, context.shape[1], end)
 
-    def _without_reasoning(self, found: torch.Tensor, begin: int, end: str | int) -> torch.Tensor:
+    def _without_reasoning(self, sequences: torch.Tensor, begin: int, end: str | int) -> torch.Tensor:
         """Return sequences [B, T + L] without their tokens from T on that come before the answer. One that is cut in
         its reasoning stays whole."""
         rows = []
-        for row in found[:, begin:].tolist():
+        for row in sequences[:, begin:].tolist():
             count = bisect_left(range(len(row) + 1), True, key=lambda count: self._ends(row[:count], end))
             rows.append(row if count > len(row) else row[count:])
         most, pad = max(map(len, rows)), self.tokenizer.pad_token_id
         answers = [[*row, *[pad] * (most - len(row))] for row in rows]
-        return torch.cat((found[:, :begin], found.new_tensor(answers).reshape(len(rows), most)), dim=1)
+        return torch.cat((sequences[:, :begin], sequences.new_tensor(answers).reshape(len(rows), most)), dim=1)
 
     def _ends(self, ids: list[int], end: str | int) -> bool:
         """Return whether the end of the reasoning is among these tokens."""

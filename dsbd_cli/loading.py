@@ -238,7 +238,7 @@ def _specs(target: ModelRef, draft: ModelRef | None, kernels: bool | None) -> tu
     return spec, draft_spec
 
 
-def _packed_bytes(spec: ModelSpec, place: Path) -> int:
+def _packed_bytes(spec: ModelSpec, path: Path) -> int:
     """Return how many bytes our kernels' packed weights take at least, as far as one can tell without torch; 0 where
     there may be none."""
     if spec.device != "cpu" and (spec.device != "auto" or any(map(os.path.exists, GPU_FILES))):
@@ -246,15 +246,15 @@ def _packed_bytes(spec: ModelSpec, place: Path) -> int:
     if spec.device_map is not None or spec.tensor_parallel > 1:
         return 0
     try:
-        config = json.loads((place / "config.json").read_bytes())
+        config = json.loads((path / "config.json").read_bytes())
         halves = config.get("dtype", config.get("torch_dtype")) in ("bfloat16", "float16")
     except (OSError, ValueError, AttributeError, RecursionError):  # a GGUF file, or what the load will report
         return 0
     if spec.quantize is not None:
-        return stored_bytes(place) // 2 if current() >= Processor.AVX512_VNNI else 0
+        return stored_bytes(path) // 2 if current() >= Processor.AVX512_VNNI else 0
     if not Processor.AVX512 <= current() < Processor.AMX:  # with matrix units bfloat16 stays in its file
         return 0
-    return stored_bytes(place) if halves else stored_bytes(place) // 2
+    return stored_bytes(path) if halves else stored_bytes(path) // 2
 
 
 def _check_place(name: str, value: object, *others: type) -> None:

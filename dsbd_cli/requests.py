@@ -109,11 +109,11 @@ class Request:
         if self.seed is not None:
             check_seed(self.seed)
         sources = ("prompt", "messages", "prompt_ids", "audio", "image")
-        given = [name for name in sources if getattr(self, name) is not None]
-        if len(given) != 1 and given != ["prompt", "image"]:
-            found = " and ".join(given) or "none of them"
+        sources_set = [name for name in sources if getattr(self, name) is not None]
+        if len(sources_set) != 1 and sources_set != ["prompt", "image"]:
+            said = " and ".join(sources_set) or "none of them"
             raise UsageError(
-                f"a request has {found}, but must have exactly one of prompt, messages, prompt_ids, audio and image"
+                f"a request has {said}, but must have exactly one of prompt, messages, prompt_ids, audio and image"
             )
         if self.messages is None and self.chat is not NO_CHAT and self.chat != NO_CHAT:
             raise UsageError("chat is given, but it is about messages, and there are none: drop it")

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from tests.helpers.every_process import written_lines
-from tests.helpers.slow import ROOT, unchanged
 
 written_lines.watch()
 
@@ -108,16 +107,8 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(100_000, 50, 100)
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--slow", action="store_true", help="run slow tests whose code has not changed, too")
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A test marked `gpu` is skipped by name where there is no CUDA device, one marked `slow` while its code is what it
-    was when it passed (helpers/slow.py)."""
+    """A test marked `gpu` is skipped by name where there is no CUDA device."""
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-        slow = item.get_closest_marker("slow") and not config.getoption("--slow")
-        if slow and unchanged(item.path.relative_to(ROOT).as_posix()):
-            item.add_marker(pytest.mark.skip(reason="its code is what it was when it passed: --slow runs it"))

@@ -21,7 +21,6 @@ import pyarrow.parquet
 import pytest
 
 import dsbd_cli.models
-from tests.helpers import slow
 
 ROOT = Path(__file__).parents[1]
 MODEL = "smol"  # as the pages name their own checkpoint
@@ -82,7 +81,6 @@ def run_page(text: str, folder: Path) -> None:
         assert done.returncode == 0, f"{block}\nended with {done.returncode}:\n{done.stdout}{done.stderr}"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_marked_blocks_run(page: Path, folder: Path) -> None:
     text = page.read_text(encoding="utf-8")
@@ -113,10 +111,6 @@ def test_the_recipes_of_tables(folder: Path) -> None:
     assert {(row["id"], row["prompt"], row["text"]) for row in joined} == best
     assert {row["score"] for row in joined} == {-1.25 / 3}
     assert (folder / "failed.csv").read_text() == "id,error\n"
-
-
-def test_every_such_page_makes_the_slow_test_run() -> None:
-    assert [str(page.relative_to(ROOT)) for page in PAGES] == list(slow.PAGES)
 
 
 def test_a_block_that_fails_is_found(folder: Path) -> None:

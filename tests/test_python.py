@@ -330,7 +330,6 @@ Request("a", seed="z")
 """
 
 
-@pytest.mark.slow
 def test_types_accept_what_is_accepted_in_the_readme_and_the_examples(tmp_path: Path) -> None:
     """Guards users who check their own code. Libraries count for nothing here, so that no hundred thousand lines of
     theirs are read."""

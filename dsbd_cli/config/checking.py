@@ -83,11 +83,13 @@ def _test(hint: object) -> Test:
             and all(test(item) for test, item in zip(tests, value, strict=True))
         )
     if kind in (tuple, Sequence):
-        one = _test(parts[0])
-        return lambda value: isinstance(value, tuple) and all(one(item) for item in value)
+        test_item = _test(parts[0])
+        return lambda value: isinstance(value, tuple) and all(test_item(item) for item in value)
     if kind is dict:
         key, item_of = map(_test, parts)
-        return lambda value: isinstance(value, dict) and all(key(name) and item_of(one) for name, one in value.items())
+        return lambda value: (
+            isinstance(value, dict) and all(key(name) and item_of(item) for name, item in value.items())
+        )
     if hint in (int, float):  # True is an int in Python, but not in a setting
         numbers = int if hint is int else (int, float)
         return lambda value: isinstance(value, numbers) and not isinstance(value, bool)

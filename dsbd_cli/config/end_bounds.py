@@ -54,30 +54,30 @@ LETTER_BYTES = 4  # of a letter in UTF-8, at most
 def pattern_ends(pattern: str) -> tuple[float, float]:
     """Return the length in bytes of a short text that matches, and the longest way to an end from any place in the
     expression. Anchors count as letters."""
-    place = 0
+    position = 0
 
     def alternatives() -> tuple[float, float]:
-        nonlocal place
+        nonlocal position
         branches = [sequence()]
-        while pattern[place : place + 1] == "|":
-            place += 1
+        while pattern[position : position + 1] == "|":
+            position += 1
             branches.append(sequence())
         return min(short for short, _ in branches), max(far for _, far in branches)
 
     def sequence() -> tuple[float, float]:
-        nonlocal place
+        nonlocal position
         parts: list[tuple[float, float]] = []
-        while place < len(pattern) and pattern[place] not in "|)":
-            if pattern[place] == "(":
-                place = _end(GROUP, pattern, place)
+        while position < len(pattern) and pattern[position] not in "|)":
+            if pattern[position] == "(":
+                position = _end(GROUP, pattern, position)
                 part = alternatives()
-                place += 1
+                position += 1
             else:
-                start, place = place, _end(ATOM, pattern, place)
-                part = (1.0 if pattern[start:place].isascii() else float(LETTER_BYTES), float(LETTER_BYTES))
-            while found := REPEAT.match(pattern, place):
-                place = found.end()
-                count = int(found[2]) if found[2] else int(found[1] == "+")
+                start, position = position, _end(ATOM, pattern, position)
+                part = (1.0 if pattern[start:position].isascii() else float(LETTER_BYTES), float(LETTER_BYTES))
+            while repeat := REPEAT.match(pattern, position):
+                position = repeat.end()
+                count = int(repeat[2]) if repeat[2] else int(repeat[1] == "+")
                 part = (part[0] * count, part[1] + part[0] * max(0, count - 1))
             parts.append(part)
         short = far = 0.0
@@ -86,14 +86,14 @@ def pattern_ends(pattern: str) -> tuple[float, float]:
             short += one_short
         return short, far
 
-    found = alternatives()
-    while place < len(pattern):  # a bracket too many: it is refused elsewhere
-        place += 1
+    bounds = alternatives()
+    while position < len(pattern):  # a bracket too many: it is refused elsewhere
+        position += 1
         more = alternatives()
-        found = (found[0] + more[0], found[1] + more[1])
-    return found
+        bounds = (bounds[0] + more[0], bounds[1] + more[1])
+    return bounds
 
 
-def _end(expression: re.Pattern[str], text: str, place: int) -> int:
-    match = expression.match(text, place)
-    return match.end() if match else place + 1
+def _end(expression: re.Pattern[str], text: str, position: int) -> int:
+    match = expression.match(text, position)
+    return match.end() if match else position + 1

@@ -212,7 +212,9 @@ def _is_cheap_pattern(pattern: str) -> bool:
     """Return whether a pattern is short, and its counted repetitions make it little longer even if each is inside the
     next."""
     counts = re.findall(r"[0-9]+", " ".join(re.findall(r"\{[0-9, ]*\}", pattern)))
-    return len(pattern) <= CHEAP_PATTERN and math.prod(min(int(one), CHEAP_COUNT) or 1 for one in counts) < CHEAP_COUNT
+    return (
+        len(pattern) <= CHEAP_PATTERN and math.prod(min(int(count), CHEAP_COUNT) or 1 for count in counts) < CHEAP_COUNT
+    )
 
 
 def _is_cheap_lark(text: str) -> bool:
@@ -268,11 +270,15 @@ def _subschemas(schema: Schema) -> Iterator[tuple[str, Schema]]:
     for name in sorted((ONE_SUBSCHEMA | SUBSCHEMA_LISTS | SUBSCHEMAS_BY_NAME) & schema.keys()):
         value = schema[name]
         if isinstance(value, list):
-            yield from ((f"/{name}/{place}", one) for place, one in enumerate(value) if isinstance(one, Mapping | bool))
+            yield from (
+                (f"/{name}/{index}", subschema)
+                for index, subschema in enumerate(value)
+                if isinstance(subschema, Mapping | bool)
+            )
         elif isinstance(value, Mapping) and name in SUBSCHEMAS_BY_NAME:
-            for key, one in value.items():
-                if isinstance(one, Mapping | bool):
-                    yield f"/{name}/{str(key).replace('~', '~0').replace('/', '~1')}", one
+            for key, value_of_key in value.items():
+                if isinstance(value_of_key, Mapping | bool):
+                    yield f"/{name}/{str(key).replace('~', '~0').replace('/', '~1')}", value_of_key
         elif isinstance(value, Mapping | bool):
             yield f"/{name}", value
 

@@ -134,7 +134,7 @@ class MethodConfig:
         """Move settings that are spelled with a name, as in `ngram:4`, into `settings`. Raises UsageError."""
         pairs: object = tuple(self.settings.items()) if isinstance(self.settings, Mapping) else self.settings
         named = isinstance(pairs, tuple) and all(
-            isinstance(one, tuple) and len(one) == 2 and isinstance(one[0], str) for one in pairs
+            isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in pairs
         )
         require(named, "settings", self.settings, "a table of settings")
         given = dict(self.settings)
@@ -153,9 +153,9 @@ class MethodConfig:
 
     def _resolve(self) -> None:
         """Set the defaults that follow from other settings."""
-        given = {name: getattr(self, name) for name in DERIVED}
-        asking = [name for name, value in given.items() if value and value != "fixed"]
-        depth, adaptive, width, drafts = given.values()
+        derived = {name: getattr(self, name) for name in DERIVED}
+        asking = [name for name, value in derived.items() if value and value != "fixed"]
+        depth, adaptive, width, drafts = derived.values()
         if width is None:
             first = DRAFTERS.get(self.drafter_names[0])
             # a width can only be estimated from a pool distribution
@@ -202,9 +202,9 @@ class MethodConfig:
     def _check_settings(self) -> None:
         """Check that every setting has an allowed value and belongs to a variant that acts, and that no required one is
         missing. Raises UsageError."""
-        acting = {setting.field: setting for one in self.variants for setting in one.settings}
+        acting = {setting.field: setting for variant in self.variants for setting in variant.settings}
         every: list[Variant] = [*RULES.values(), *WIDTHS.values(), *DRAFTERS.values(), FUSION]
-        owners = {setting.field: one for one in every for setting in one.settings}
+        owners = {setting.field: variant for variant in every for setting in variant.settings}
         for name, value in self.settings:
             if name not in owners:
                 refuse(name, value, "no rule, width or drafter has such a setting")
@@ -214,11 +214,11 @@ class MethodConfig:
             hint = float | int if acting[name].kind is float else acting[name].kind
             check_value(name, value, hint)
             require(acting[name].fits(value), name, value, acting[name].expected)
-        given = dict(self.settings)
-        for one in self.variants:
-            for setting in one.settings:
-                if setting.required and setting.field not in given:
-                    message = f"{setting.field} is missing, but {one.name} needs it: {setting.text}"
+        settings = dict(self.settings)
+        for variant in self.variants:
+            for setting in variant.settings:
+                if setting.required and setting.field not in settings:
+                    message = f"{setting.field} is missing, but {variant.name} needs it: {setting.text}"
                     raise UsageError(message, field=setting.field)
 
     def value(self, setting: Setting[T]) -> T:
@@ -237,7 +237,7 @@ class MethodConfig:
     @classmethod
     def of(cls, given: Mapping[str, object]) -> MethodConfig:
         """Make a method from one table of its own fields and of variants' settings."""
-        own = {one.name for one in fields(cls)} - {"settings"}
+        own = {item.name for item in fields(cls)} - {"settings"}
         return cls(
             **{name: value for name, value in given.items() if name in own},  # type: ignore[arg-type]
             settings={name: value for name, value in given.items() if name not in own},  # type: ignore[misc]
@@ -274,8 +274,8 @@ class MethodConfig:
     @property
     def resolved(self) -> dict[str, object]:
         """Values of all variants' settings by field, also of those that follow from others."""
-        values: dict[str, object] = {one.field: None for some in self.drafters for one in some.settings}
-        values |= {one.field: self.value(one) for variant in self.variants for one in variant.settings}
+        values: dict[str, object] = {setting.field: None for some in self.drafters for setting in some.settings}
+        values |= {setting.field: self.value(setting) for variant in self.variants for setting in variant.settings}
         if SECOND_DRAFTS.field in values:
             values[SECOND_DRAFTS.field] = self.second_share
         return values

@@ -82,6 +82,6 @@ class ModelSpec:
     def of_draft(self, source: str, device: str | None = None) -> ModelSpec:
         """Return the settings of a draft that is loaded as this target is, except that its code is not trusted and it
         has no adapters. device: the draft's own one, if it has one."""
-        place = device or (self.device if self.device_map is None else "auto")
-        alike = replace(self, source=source, role="draft", device=place, device_map=None, tensor_parallel=1)
+        target_device = device or (self.device if self.device_map is None else "auto")
+        alike = replace(self, source=source, role="draft", device=target_device, device_map=None, tensor_parallel=1)
         return replace(alike, trust_remote_code=False, adapters=(), tokenizer=None)

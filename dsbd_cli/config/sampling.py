@@ -105,7 +105,7 @@ class SamplingConfig:
         stop: object = self.stop
         if isinstance(stop, str | list):
             object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else tuple(stop))
-        listed = isinstance(self.stop, tuple) and all(isinstance(one, str) and one for one in self.stop)
+        listed = isinstance(self.stop, tuple) and all(isinstance(stop, str) and stop for stop in self.stop)
         require(listed, "stop", stop, "a non-empty string or a list of them")
         self._take_token_lists()
         check_types(self)

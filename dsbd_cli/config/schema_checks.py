@@ -43,34 +43,36 @@ def relaxed(schema: Schema, knows: Callable[[str, str], bool]) -> Schema:
 
 def _mapped(node: Schema, change: Callable[[Schema], Schema]) -> Schema:
     """Return the schema with each subschema changed."""
-    found: Schema = {}
+    mapped: Schema = {}
     for name, value in change(node).items():
         if name in SUBSCHEMAS_BY_NAME and isinstance(value, dict):
-            found[name] = {key: _mapped(one, change) if isinstance(one, dict) else one for key, one in value.items()}
+            mapped[name] = {
+                key: _mapped(inner, change) if isinstance(inner, dict) else inner for key, inner in value.items()
+            }
         elif name in SUBSCHEMA_LISTS and isinstance(value, list):
-            found[name] = [_mapped(one, change) if isinstance(one, dict) else one for one in value]
+            mapped[name] = [_mapped(inner, change) if isinstance(inner, dict) else inner for inner in value]
         elif name in ONE_SUBSCHEMA and isinstance(value, dict):
-            found[name] = _mapped(value, change)
+            mapped[name] = _mapped(value, change)
         else:
-            found[name] = value
-    return found
+            mapped[name] = value
+    return mapped
 
 
 def _node_rewritten(node: Schema, root: Schema) -> Schema:
-    found = dict(node)
-    if found.get("uniqueItems") is False:
-        del found["uniqueItems"]
-    if "unevaluatedProperties" in found and not found.keys() & EVALUATING:
-        others = found.pop("unevaluatedProperties")
-        found.setdefault("additionalProperties", others)
-    names = None if "patternProperties" in found else _listed_names(found.get("propertyNames"), root)
+    rewritten = dict(node)
+    if rewritten.get("uniqueItems") is False:
+        del rewritten["uniqueItems"]
+    if "unevaluatedProperties" in rewritten and not rewritten.keys() & EVALUATING:
+        others = rewritten.pop("unevaluatedProperties")
+        rewritten.setdefault("additionalProperties", others)
+    names = None if "patternProperties" in rewritten else _listed_names(rewritten.get("propertyNames"), root)
     if names is not None:
-        del found["propertyNames"]
-        named, others = found.get("properties", {}), found.get("additionalProperties", True)
+        del rewritten["propertyNames"]
+        named, others = rewritten.get("properties", {}), rewritten.get("additionalProperties", True)
         named = named if isinstance(named, dict) else {}
-        found["properties"] = {name: named.get(name, others) for name in names}
-        found["additionalProperties"] = False
-    return found
+        rewritten["properties"] = {name: named.get(name, others) for name in names}
+        rewritten["additionalProperties"] = False
+    return rewritten
 
 
 def _listed_names(node: object, root: Schema) -> list[str] | None:
@@ -81,7 +83,7 @@ def _listed_names(node: object, root: Schema) -> list[str] | None:
         return None
     values = [node["const"]] if "const" in node else node.get("enum")
     only = node.keys() <= {"const", "enum", "type", "title", "description"}
-    names = [one for one in values if isinstance(one, str)] if isinstance(values, list) else []
+    names = [name for name in values if isinstance(name, str)] if isinstance(values, list) else []
     return names if only and isinstance(values, list) and len(names) == len(values) else None
 
 
@@ -127,7 +129,7 @@ class SchemaCheck:
             ).stdout
         except subprocess.TimeoutExpired as error:
             done = error.stdout or b""
-        return [done[place : place + 1] == b"1" for place in range(len(texts))]
+        return [done[index : index + 1] == b"1" for index in range(len(texts))]
 
 
 @lru_cache(64)

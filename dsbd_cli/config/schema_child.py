@@ -27,11 +27,11 @@ def validator(schema: object) -> Validator:
     first: Exception | None = None
     for make in (validator_for, *(() if NOT_IN_7 & _keys(schema) else (Draft7Validator,))):
         try:
-            found: Validator = make(schema, validate_formats=True, retriever=_retrieve)
+            made: Validator = make(schema, validate_formats=True, retriever=_retrieve)
         except (ValidationError, ReferencingError, ValueError, TypeError) as error:
             first = first or error
         else:
-            return found
+            return made
     raise ValueError(str(first).partition("\n")[0])
 
 

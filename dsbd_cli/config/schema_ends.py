@@ -76,8 +76,8 @@ class SchemaEnds:
         letters = 0
         for node in self._nodes:
             for parts, closing in (self._object_parts(node), self._array_parts(node)):
-                for place in range(len(parts or ())):
-                    rest = self._comma.join((parts or [])[place:]) + closing
+                for index in range(len(parts or ())):
+                    rest = self._comma.join((parts or [])[index:]) + closing
                     letters += len(rest)
                     if letters <= MOST_PIECES:
                         ends |= {rest: None, self._comma + rest: None}
@@ -139,7 +139,7 @@ class SchemaEnds:
 
     def _array_parts(self, node: Schema) -> tuple[list[str] | None, str]:
         items, count = self.items(node), int(min(count_of(node, "minItems"), MOST_TEXT))
-        texts = [self.text(items[min(place, len(items) - 1)]) for place in range(count)]
+        texts = [self.text(items[min(index, len(items) - 1)]) for index in range(count)]
         parts = [text for text in texts if text is not None]
         return (parts if len(parts) == count else None), "]"
 
@@ -183,13 +183,13 @@ class _Bounds:
     def bounds(self) -> EndBounds:
         """Return the bounds of the whole schema."""
         nodes = self._ends.nodes
-        added = max([self._property("") + self._letter, *(one for node in nodes for one in self._added(node))])
-        added += max((one for node in nodes for one in self._forms(node)), default=0.0)
+        added = max([self._property("") + self._letter, *(size for node in nodes for size in self._added(node))])
+        added += max((size for node in nodes for size in self._forms(node)), default=0.0)
         anything: list[Schema] = [{"type": "string"}, {"type": "number"}]
-        inside = max(one for node in anything + nodes for one in self._inside(node))
+        inside = max(size for node in anything + nodes for size in self._inside(node))
         inside = max(inside, self._spelling.most("false"))
         opened = self._spelling.opened(nested=any(map(self._has_arrays_in_arrays, nodes)))
-        ambiguous = [one for node in nodes for one in self._ambiguous(node)]
+        ambiguous = [container for node in nodes for container in self._ambiguous(node)]
         level = max(ambiguous) + added + inside if ambiguous else 0.0
         return EndBounds(inside + (1 + opened) * added, level, opened)
 
@@ -204,23 +204,23 @@ class _Bounds:
     def _added(self, node: Schema) -> Iterator[float]:
         """Yield how much each item and property adds that a text need not have."""
         kinds, others = kinds_of(node), node.get("additionalProperties", True)
-        for name, one in _dict(node.get("properties")).items():
+        for name, inner in _dict(node.get("properties")).items():
             if name not in _list(node.get("required")):
-                yield self._property(name) + self._min(one)
-        for pattern, one in _dict(node.get("patternProperties")).items():
-            yield self._property("") + pattern_ends(pattern)[0] + self._min(one)
+                yield self._property(name) + self._min(inner)
+        for pattern, inner in _dict(node.get("patternProperties")).items():
+            yield self._property("") + pattern_ends(pattern)[0] + self._min(inner)
         if "object" in kinds and others is not False:
             yield self._property("") + self._min(others)
         if "array" in kinds:
-            items = (one for one in self._ends.items(node) if one is not False)
-            yield from (self._cost(self._ends.comma) + self._min(one) for one in items)
+            items = (item for item in self._ends.items(node) if item is not False)
+            yield from (self._cost(self._ends.comma) + self._min(item) for item in items)
 
     def _forms(self, node: Schema) -> Iterator[float]:
         """Yield the lengths of the forms of a value that has several."""
         for name in UNIONS:
             yield from (self._min(branch) for branch in _list(node.get(name)) if branch is not False)
         if "enum" in node:
-            yield from (self._cost(self._ends.written(one)) for one in values_of(node))
+            yield from (self._cost(self._ends.written(value)) for value in values_of(node))
         elif len(kinds := kinds_of(node)) > 1:
             texts = [self._ends.of_kind(node, kind) for kind in kinds]
             yield from (math.inf if text is None else self._cost(text) for text in texts)
@@ -230,9 +230,9 @@ class _Bounds:
         most, kinds = self._spelling.most, kinds_of(node)
         yield from (most(self._ends.key(name)) for name in _dict(node.get("properties")))
         patterns = [*_dict(node.get("patternProperties")), node.get("pattern", "")]
-        far = max(pattern_ends(one)[1] for one in patterns if isinstance(one, str))
+        far = max(pattern_ends(pattern)[1] for pattern in patterns if isinstance(pattern, str))
         if "const" in node or "enum" in node:
-            yield from (most(self._ends.written(one)) for one in values_of(node))
+            yield from (most(self._ends.written(value)) for value in values_of(node))
         elif "string" in kinds or "object" in kinds:
             letters = count_of(node, "minLength") + far + (FORMAT_LETTERS if "format" in node else 0)
             yield self._letter * (letters + LETTER_REST) + most(self._ends.key(""))
@@ -243,25 +243,27 @@ class _Bounds:
     def _ambiguous(self, node: Schema) -> Iterator[float]:
         """Yield the lengths of those forms of this subschema that can be told apart only within a container."""
         for name in UNIONS:
-            containers = [one for one in _list(node.get(name)) if self._is_container(one)]
+            containers = [container for container in _list(node.get(name)) if self._is_container(container)]
             yield from map(self._min, containers if len(containers) > 1 else [])
 
     def _has_arrays_in_arrays(self, node: Schema) -> bool:
-        return "array" in kinds_of(node) and any(self._is_container(one, ("array",)) for one in self._ends.items(node))
+        return "array" in kinds_of(node) and any(
+            self._is_container(item, ("array",)) for item in self._ends.items(node)
+        )
 
     def _is_container(self, node: object, kinds: Iterable[str] = ("object", "array")) -> bool:
         """Return whether a value of a subschema may be of one of these types."""
         seen, waiting = set[int](), [node]
         while waiting:
-            one = waiting.pop()
-            if one is True or one == {}:
+            inner = waiting.pop()
+            if inner is True or inner == {}:
                 return True
-            if isinstance(one, dict) and id(one) not in seen:
-                seen.add(id(one))
-                if set(kinds) & set(kinds_of(one)):
+            if isinstance(inner, dict) and id(inner) not in seen:
+                seen.add(id(inner))
+                if set(kinds) & set(kinds_of(inner)):
                     return True
-                waiting.append(self._ends.resolved(one))
-                waiting += [part for name in ("allOf", *UNIONS) for part in _list(one.get(name))]
+                waiting.append(self._ends.resolved(inner))
+                waiting += [part for name in ("allOf", *UNIONS) for part in _list(inner.get(name))]
         return False
 
 
@@ -273,8 +275,8 @@ def _all_subschemas(root: Schema) -> Iterator[Schema]:
         if isinstance(node, dict):
             yield node
             waiting += [value for name, value in node.items() if name in ONE_SUBSCHEMA]
-            waiting += [one for name, value in node.items() if name in SUBSCHEMA_LISTS for one in _list(value)]
-            waiting += [one for name in SUBSCHEMAS_BY_NAME for one in _dict(node.get(name)).values()]
+            waiting += [inner for name, value in node.items() if name in SUBSCHEMA_LISTS for inner in _list(value)]
+            waiting += [inner for name in SUBSCHEMAS_BY_NAME for inner in _dict(node.get(name)).values()]
 
 
 def kinds_of(node: Schema) -> list[str]:

@@ -50,11 +50,11 @@ def extent(schema: Mapping[str, object]) -> Extent:
     while stack:
         node, children_done = stack.pop()
         if children_done:
-            every = [id(one) for one in _below(node, root)]
-            below = [one for one in every if one in levels]
+            every = [id(inner) for inner in _below(node, root)]
+            below = [inner for inner in every if inner in levels]
             recursive = recursive or len(below) < len(every)
-            levels[id(node)] = 1 + max((levels[one] for one in below), default=0)
-            nodes[id(node)] = 1 + sum(nodes[one] for one in below)
+            levels[id(node)] = 1 + max((levels[inner] for inner in below), default=0)
+            nodes[id(node)] = 1 + sum(nodes[inner] for inner in below)
             if levels[id(node)] > MOST_LEVELS:
                 raise UsageError(f"its references lead through more than {MOST_LEVELS} levels")
             continue
@@ -66,7 +66,7 @@ def extent(schema: Mapping[str, object]) -> Extent:
             counts = [value for name, value in node.items() if name in COUNTS and isinstance(value, int | float)]
             largest = max(largest, *counts) if counts else largest
         stack.append((node, True))
-        stack += [(one, False) for one in _below(node, root) if id(one) not in opened]
+        stack += [(inner, False) for inner in _below(node, root) if id(inner) not in opened]
     _check_nesting(root)
     return Extent(nodes[id(root)], frozenset(keys), largest, recursive)
 
@@ -74,7 +74,7 @@ def extent(schema: Mapping[str, object]) -> Extent:
 def _check_nesting(root: Node) -> None:
     layer: list[Node] = [root]
     for _ in range(MOST_NESTING):
-        layer = [one for node in layer for one in _inside(node)]
+        layer = [inner for node in layer for inner in _inside(node)]
         if not layer:
             return
     raise UsageError(f"it is nested more than {MOST_NESTING} levels deep")
@@ -91,9 +91,9 @@ def _below(node: Node, root: dict[str, object]) -> Iterator[Node]:
     """Yield the containers directly in this one, and the container that it refers to."""
     yield from _inside(node)
     if isinstance(node, dict) and isinstance(reference := node.get("$ref"), str):
-        found = resolve(root, reference)
-        if isinstance(found, dict | list):
-            yield found
+        target = resolve(root, reference)
+        if isinstance(target, dict | list):
+            yield target
 
 
 def resolve(root: object, reference: str) -> object:
@@ -154,13 +154,13 @@ class _Closing:
         variants: dict[str, object] = {}
         while self._waiting:
             reference = self._waiting.pop()
-            found = resolve(self._root, reference)
-            assert isinstance(found, dict)
-            alone = {name: value for name, value in found.items() if name not in ("$defs", "definitions")}
+            target = resolve(self._root, reference)
+            assert isinstance(target, dict)
+            alone = {name: value for name, value in target.items() if name not in ("$defs", "definitions")}
             variants[self._variants[reference]] = self._open(alone)
         if variants:
-            given = closed.get("$defs")
-            closed["$defs"] = {**(given if isinstance(given, dict) else {}), **variants}
+            definitions = closed.get("$defs")
+            closed["$defs"] = {**(definitions if isinstance(definitions, dict) else {}), **variants}
         return closed
 
     def _closed(
@@ -186,50 +186,54 @@ class _Closing:
         branches = [name for name in BRANCHES if isinstance(node.get(name), list)]
         if len(branches) == 1 and not patterns:
             of = _list(node[branches[0]])
-            of = [self._closed(one, names, sometimes) if isinstance(one, dict) else one for one in of]
+            of = [self._closed(branch, names, sometimes) if isinstance(branch, dict) else branch for branch in of]
             return {**self._open({**node, branches[0]: None}, sometimes), branches[0]: of}
-        for one in (one for name in branches for one in _list(node[name]) if isinstance(one, dict)):
-            names |= _names([*self._parts(one), *self._conditional(one)])
-        found = self._open(node, sometimes)
+        for branch in (branch for name in branches for branch in _list(node[name]) if isinstance(branch, dict)):
+            names |= _names([*self._parts(branch), *self._conditional(branch)])
+        opened = self._open(node, sometimes)
         if names or patterns:
             for keyword, all_of in (("properties", names), ("patternProperties", patterns)):
-                described = _dict(found.get(keyword))
+                described = _dict(opened.get(keyword))
                 if every := {**described, **{name: True for name in all_of if name not in described}}:
-                    found[keyword] = every
-            found["additionalProperties"] = False
-        return found
+                    opened[keyword] = every
+            opened["additionalProperties"] = False
+        return opened
 
     def _open(self, node: dict[str, object], conditional: Sequence[dict[str, object]] = ()) -> dict[str, object]:
         """Return a subschema that is merged with others: open itself, closed further in."""
         merged = [name for name in ("allOf", *BRANCHES) if isinstance(node.get(name), list)]
-        found = self._inner({**node, **dict.fromkeys(merged)}, conditional)  # each part is read once, below
+        opened = self._inner({**node, **dict.fromkeys(merged)}, conditional)  # each part is read once, below
         reference = node.get("$ref")
         if isinstance(reference, str) and isinstance(resolve(self._root, reference), dict):
-            found["$ref"] = f"#/$defs/{self._variant(reference)}"
+            opened["$ref"] = f"#/$defs/{self._variant(reference)}"
         for name in merged:
-            found[name] = [self._open(one, conditional) if isinstance(one, dict) else one for one in _list(node[name])]
-        return found
+            opened[name] = [
+                self._open(branch, conditional) if isinstance(branch, dict) else branch for branch in _list(node[name])
+            ]
+        return opened
 
     def _inner(self, node: dict[str, object], conditional: Sequence[dict[str, object]] = ()) -> dict[str, object]:
         """Return a subschema with its properties and parts closed, each for itself."""
-        found: dict[str, object] = {}
+        inner: dict[str, object] = {}
         for name, value in node.items():
             if name in SUBSCHEMAS_BY_NAME and isinstance(value, dict):
-                found[name] = {
-                    key: self._closed(one, {}, _below_conditions(conditional, name, key))
-                    if isinstance(one, dict)
-                    else one
-                    for key, one in value.items()
+                inner[name] = {
+                    key: self._closed(value_of_key, {}, _below_conditions(conditional, name, key))
+                    if isinstance(value_of_key, dict)
+                    else value_of_key
+                    for key, value_of_key in value.items()
                 }
             elif name in SUBSCHEMA_LISTS and isinstance(value, list):
                 beside = conditional if name in ("allOf", *BRANCHES) else _below_conditions([node, *conditional], name)
-                found[name] = [self._closed(one, {}, beside) if isinstance(one, dict) else one for one in value]
+                inner[name] = [
+                    self._closed(branch, {}, beside) if isinstance(branch, dict) else branch for branch in value
+                ]
             elif name in ONE_SUBSCHEMA and isinstance(value, dict):
                 parts = [node, *conditional] if name == "items" else conditional
-                found[name] = self._closed(value, {}, _below_conditions(parts, name))
+                inner[name] = self._closed(value, {}, _below_conditions(parts, name))
             else:
-                found[name] = value
-        return found
+                inner[name] = value
+        return inner
 
     def _variant(self, reference: str) -> str:
         if reference not in self._variants:
@@ -239,62 +243,62 @@ class _Closing:
 
     def _parts(self, node: dict[str, object]) -> list[dict[str, object]]:
         """Return the subschema, the definition that it refers to, the parts of its `allOf`, and theirs in turn."""
-        found, waiting, seen = list[dict[str, object]](), [node], set[int]()
+        parts, waiting, seen = list[dict[str, object]](), [node], set[int]()
         while waiting:
-            one = waiting.pop(0)
-            if id(one) in seen:
+            part = waiting.pop(0)
+            if id(part) in seen:
                 continue
-            seen.add(id(one))
-            found.append(one)
-            reference = one.get("$ref")
+            seen.add(id(part))
+            parts.append(part)
+            reference = part.get("$ref")
             target = resolve(self._root, reference) if isinstance(reference, str) else None
-            waiting += [part for part in (target, *_list(one.get("allOf"))) if isinstance(part, dict)]
-        return found
+            waiting += [part for part in (target, *_list(part.get("allOf"))) if isinstance(part, dict)]
+        return parts
 
     def _conditional(self, node: dict[str, object], further: Sequence[object] = ()) -> list[dict[str, object]]:
         """Return the subschemas that sometimes apply to the value of this one, with all that these apply."""
-        waiting = [one for part in self._parts(node) for one in _conditions(part)]
-        found, waiting, seen = list[dict[str, object]](), [*waiting, *further], set[int]()
+        waiting = [condition for part in self._parts(node) for condition in _conditions(part)]
+        conditions, waiting, seen = list[dict[str, object]](), [*waiting, *further], set[int]()
         while waiting:
-            one = waiting.pop(0)
-            if not isinstance(one, dict) or id(one) in seen:
+            condition = waiting.pop(0)
+            if not isinstance(condition, dict) or id(condition) in seen:
                 continue
-            seen.add(id(one))
-            found.append(one)
-            if isinstance(reference := one.get("$ref"), str):
+            seen.add(id(condition))
+            conditions.append(condition)
+            if isinstance(reference := condition.get("$ref"), str):
                 waiting.append(resolve(self._root, reference))
-            waiting += [part for name in ("allOf", *BRANCHES) for part in _list(one.get(name))]
-            waiting += _conditions(one)
-        return found
+            waiting += [part for name in ("allOf", *BRANCHES) for part in _list(condition.get(name))]
+            waiting += _conditions(condition)
+        return conditions
 
 
 def _conditions(node: dict[str, object]) -> list[object]:
     """Return the subschemas that a subschema itself applies sometimes to the same value. Names of properties that are
     required sometimes count as one."""
-    found = [node[name] for name in CONDITIONS if name in node]
-    found += [one for name in CONDITIONS_BY_NAME for one in _dict(node.get(name)).values()]
-    required = [*found, *_dict(node.get("dependentRequired")).values()]
-    names = [name for one in required for name in _list(one)]
-    return [*found, {"required": names}] if names else found
+    conditions = [node[name] for name in CONDITIONS if name in node]
+    conditions += [condition for name in CONDITIONS_BY_NAME for condition in _dict(node.get(name)).values()]
+    required = [*conditions, *_dict(node.get("dependentRequired")).values()]
+    names = [name for names_of_key in required for name in _list(names_of_key)]
+    return [*conditions, {"required": names}] if names else conditions
 
 
 def _below_conditions(parts: Sequence[dict[str, object]], keyword: str, key: str | None = None) -> list[object]:
     """Return what subschemas say of the values below a keyword: of the properties (of one, by its name), or of the
     items. Those that always apply say it by `contains` alone."""
-    found: list[object] = []
+    below: list[object] = []
     if keyword in ("properties", "patternProperties", "additionalProperties"):
         for part in parts:
             named = _dict(part.get("properties"))
-            found += [named[key]] if keyword == "properties" and key in named else []
-            found += [] if keyword == "properties" else named.values()
-            found += _dict(part.get("patternProperties")).values()
-            found.append(part.get("additionalProperties"))
+            below += [named[key]] if keyword == "properties" and key in named else []
+            below += [] if keyword == "properties" else named.values()
+            below += _dict(part.get("patternProperties")).values()
+            below.append(part.get("additionalProperties"))
     elif keyword in ("items", "prefixItems"):
-        found = [part.get("contains") for part in parts]
+        below = [part.get("contains") for part in parts]
         for part in parts[1:]:
             items = part.get("items")
-            found += [*_list(part.get("prefixItems")), *(_list(items) or [items])]
-    return found
+            below += [*_list(part.get("prefixItems")), *(_list(items) or [items])]
+    return below
 
 
 def _says_what_else(node: dict[str, object]) -> bool:
@@ -309,11 +313,11 @@ def _allows_else(node: dict[str, object]) -> bool:
 
 def _names(parts: Sequence[dict[str, object]]) -> dict[str, None]:
     """Return the properties that subschemas describe or require, in their order."""
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     for part in parts:
-        found |= dict.fromkeys(_dict(part.get("properties")))
-        found |= dict.fromkeys(name for name in _list(part.get("required")) if isinstance(name, str))
-    return found
+        names |= dict.fromkeys(_dict(part.get("properties")))
+        names |= dict.fromkeys(name for name in _list(part.get("required")) if isinstance(name, str))
+    return names
 
 
 def _list(value: object) -> list[object]:

@@ -35,14 +35,14 @@ def parse_drafter(text: str, option: str = "--drafter", *, complete: bool = True
     name = "+".join(part.partition(":")[0] for part in parts)
     check_drafter_name(name)
     drafters = drafting_variants(name)
-    found: dict[str, Value] = {}
-    for place, part in enumerate(parts):
-        known, usage = drafters[place].settings, drafters[place].usage
-        if place == 1:  # settings of the two together are spelled with the second
-            known += drafters[2].settings
-            usage = f"{drafters[0].name}+{spelled(drafters[1].name, known)}"
-        found |= _settings(f"{option} {text}", usage, known, part.partition(":")[2], complete)
-    return name, found
+    values: dict[str, Value] = {}
+    for index, part in enumerate(parts):
+        settings, usage = drafters[index].settings, drafters[index].usage
+        if index == 1:  # settings of the two together are spelled with the second
+            settings += drafters[2].settings
+            usage = f"{drafters[0].name}+{spelled(drafters[1].name, settings)}"
+        values |= _settings(f"{option} {text}", usage, settings, part.partition(":")[2], complete)
+    return name, values
 
 
 def _parts(text: str) -> list[str]:
@@ -56,48 +56,50 @@ def _parts(text: str) -> list[str]:
     return parts
 
 
-def _settings(given: str, usage: str, known: Sequence[Setting[object]], text: str, complete: bool) -> dict[str, Value]:
+def _settings(
+    where: str, usage: str, settings: Sequence[Setting[object]], text: str, complete: bool
+) -> dict[str, Value]:
     """Return the settings of a text by field. given: what was typed, for messages. Raises UsageError."""
-    table = {one.name: one for one in known}
-    found: dict[str, Value] = {}
+    table = {setting.name: setting for setting in settings}
+    values: dict[str, Value] = {}
     # a comma that no name follows belongs to the value, which is then a file's name or wrong
-    names = "|".join(map(re.escape, table)) if known and known[0].is_file else "[a-z-]+"
-    for place, piece in enumerate(re.split(rf",(?=(?:{names})=)", text) if text else []):
+    names = "|".join(map(re.escape, table)) if settings and settings[0].is_file else "[a-z-]+"
+    for index, piece in enumerate(re.split(rf",(?=(?:{names})=)", text) if text else []):
         name, equals, value = piece.partition("=")
-        if place == 0 and known and not (equals and (name in table or not known[0].is_file)):
-            name, value = known[0].name, piece
+        if index == 0 and settings and not (equals and (name in table or not settings[0].is_file)):
+            name, value = settings[0].name, piece
         if name not in table:
-            what = f"there is no setting {shorten(name)}" if known else "it has no settings"
-            raise UsageError(f"{given}: {what}: it is spelled {usage}")
+            what = f"there is no setting {shorten(name)}" if settings else "it has no settings"
+            raise UsageError(f"{where}: {what}: it is spelled {usage}")
         setting = table[name]
-        if setting.field in found:
-            raise UsageError(f"{given}: {name} is given twice: it is spelled {usage}")
+        if setting.field in values:
+            raise UsageError(f"{where}: {name} is given twice: it is spelled {usage}")
         read = setting.read(value)
         if read is None or not setting.fits(read):
             kind = f"{KINDS[setting.kind]}, " if read is None else ""
             shown = f"{read:g}" if isinstance(read, float) else shorten(value if read is None else read)
-            raise UsageError(f"{given}: {name} is {shown}, but must be {kind}{setting.expected}: it is spelled {usage}")
-        found[setting.field] = read
-    for setting in known:
-        if complete and setting.required and setting.field not in found:
-            raise UsageError(f"{given}: {setting.name} is missing: it is spelled {usage}")
-    return found
+            raise UsageError(f"{where}: {name} is {shown}, but must be {kind}{setting.expected}: it is spelled {usage}")
+        values[setting.field] = read
+    for setting in settings:
+        if complete and setting.required and setting.field not in values:
+            raise UsageError(f"{where}: {setting.name} is missing: it is spelled {usage}")
+    return values
 
 
 def spell(variant: Variant, settings: Mapping[str, object]) -> str:
     """Return the spelling of a variant with these settings by field. Defaults are left out."""
     words = []
-    for place, one in enumerate(variant.settings):
-        value = settings.get(one.field)
-        if value is not None and value != one.default:
+    for index, setting in enumerate(variant.settings):
+        value = settings.get(setting.field)
+        if value is not None and value != setting.default:
             shown = f"{value:g}" if isinstance(value, float) else str(value)
-            words.append(shown if place == 0 else f"{one.name}={shown}")
+            words.append(shown if index == 0 else f"{setting.name}={shown}")
     return ":".join([variant.name, *([",".join(words)] if words else [])])
 
 
 def help_lines(variants: Iterable[Variant]) -> str:
     """Return each variant with its settings on a line of its own."""
-    return "".join(f"\n\n{one.help}" for one in variants)
+    return "".join(f"\n\n{variant.help}" for variant in variants)
 
 
 def typed_names(options: Iterable[str]) -> dict[str, str]:
@@ -112,7 +114,7 @@ def typed_names(options: Iterable[str]) -> dict[str, str]:
         setting.field: f"{setting.name} of {option_name(option)}"
         for option, variants in owners.items()
         if option in options
-        for one in variants
-        for setting in one.settings
+        for variant in variants
+        for setting in variant.settings
     }
     return {**names, **{name: option_name(name) for name in options}}

@@ -106,10 +106,12 @@ class TokenRules:
             return self
         lists = {name: tuple(token for token in getattr(self, name) if token < vocab_size) for name in LISTS}
         forced = {name: getattr(self, name) for name in FORCED}
-        known = {name: token if token is not None and token < vocab_size else None for name, token in forced.items()}
+        in_vocabulary = {
+            name: token if token is not None and token < vocab_size else None for name, token in forced.items()
+        }
         words = tuple(word for word in self.bad_words_ids if max(word) < vocab_size)
         bias = tuple(pair for pair in self.logit_bias if pair[0] < vocab_size)
-        return replace(self, **lists, **known, bad_words_ids=words, logit_bias=bias)  # type: ignore[arg-type]
+        return replace(self, **lists, **in_vocabulary, bad_words_ids=words, logit_bias=bias)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +181,8 @@ def _parts(text: str | None) -> tuple[str | None, dict[str, object]]:
     base = items.pop(0) if items and items[0] in BASES else None
     values = {}
     for item in items:
-        name, found, value = item.partition("=")
-        if name not in NAMES or not found:
+        name, sign, value = item.partition("=")
+        if name not in NAMES or not sign:
             message = (
                 f"token_rules has {shorten(item)}, but must be checkpoint, none, or NAME=VALUE, NAME one of "
                 f"{', '.join(NAMES)}"
@@ -272,10 +274,10 @@ def _ids(words: Sequence[str]) -> tuple[int, ...]:
 
 def _biases(pairs: Sequence[Sequence[str]]) -> tuple[tuple[int, float], ...]:
     """Return token ids with numbers, each id once. Raises ValueError."""
-    found = {_ids([token])[0]: _number(number, -MOST_BIAS, MOST_BIAS) for token, number in pairs}
-    if len(found) < len(pairs):
+    biases = {_ids([token])[0]: _number(number, -MOST_BIAS, MOST_BIAS) for token, number in pairs}
+    if len(biases) < len(pairs):
         raise ValueError(pairs)
-    return tuple(found.items())
+    return tuple(biases.items())
 
 
 def _number(text: str, least: float, most: float, kind: type[int] | type[float] = float) -> float:

@@ -124,21 +124,22 @@ class Variant:
         """Line of help: how the variant is spelled, what it is, and what its settings are for."""
         # a narrow terminal cuts a long word off; the names of the settings follow anyway
         head = spelled(self.name, self.settings, short=len(self.settings) > 2)
-        return f"{head}  {self.text}" + "".join(f"; {one.name}: {one.help}" for one in self.settings)
+        return f"{head}  {self.text}" + "".join(f"; {setting.name}: {setting.help}" for setting in self.settings)
 
 
 def spelled(name: str, settings: Sequence[Setting[object]], *, short: bool = False) -> str:
     """Return how a variant with these settings is spelled. short: only the first setting is named."""
     if not settings:
         return name
-    given = f"{spelling(settings[:1])}[,NAME=...]" if short else spelling(settings)
-    return f"{name}:{given}" if settings[0].required else f"{name}[:{given}]"
+    spelling_of_settings = f"{spelling(settings[:1])}[,NAME=...]" if short else spelling(settings)
+    return f"{name}:{spelling_of_settings}" if settings[0].required else f"{name}[:{spelling_of_settings}]"
 
 
 def spelling(settings: Sequence[Setting[object]]) -> str:
     """Return how settings are spelled, as in `FIRST,asked=...[,free=...]`."""
     asked, free = (
-        "".join(f",{one.name}=..." for one in settings[1:] if one.required is required) for required in (True, False)
+        "".join(f",{setting.name}=..." for setting in settings[1:] if setting.required is required)
+        for required in (True, False)
     )
     return (settings[0].name.upper() if settings else "") + asked + (f"[{free}]" if free else "")
 

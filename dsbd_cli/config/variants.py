@@ -26,7 +26,7 @@ V = TypeVar("V", bound="Variant")
 
 
 def _table(*variants: V) -> dict[str, V]:
-    return {one.name: one for one in variants}
+    return {variant.name: variant for variant in variants}
 
 
 # Rules
@@ -341,9 +341,9 @@ def register(variant: Variant) -> None:
     if variant.name in table:
         raise UsageError(f"there is a {type(variant).__name__.removesuffix('Spec').lower()} {variant.name} already")
     others: list[Variant] = [*RULES.values(), *DRAFTERS.values(), *FORMATS.values(), *WIDTHS.values(), FUSION]
-    known = {one.field for other in others for one in other.settings}
+    fields = {setting.field for other in others for setting in other.settings}
     for setting in variant.settings:
-        if setting.field in known | _TAKEN_FIELDS or not setting.field.isidentifier():
+        if setting.field in fields | _TAKEN_FIELDS or not setting.field.isidentifier():
             raise UsageError(f"{variant.name}: the field {shorten(setting.field)} is taken, or no identifier")
     table[variant.name] = variant
 
@@ -364,10 +364,10 @@ def find_extensions() -> None:
     for point in entry_points(group="dsbd"):
         owner = "" if point.dist is None else f" of {point.dist.name} {point.dist.version}"
         try:
-            found = point.load()
-            if not isinstance(found, Variant):
+            extension = point.load()
+            if not isinstance(extension, Variant):
                 raise UsageError(f"{point.value} is no Rule, Drafter or Format of dsbd_cli.config.variant")
-            register(found)
+            register(extension)
         except Exception as error:
             _extension_fault = UsageError(
                 f"extension {point.name}{owner} cannot be used: {error}; repair or uninstall it"
@@ -401,7 +401,7 @@ def check_drafter_name(drafter: str) -> None:
     if first == second:
         refuse("drafter", drafter, "must be two drafters: the same one drafts the same nodes")
     if DRAFTERS[first].runs_model and DRAFTERS[second].runs_model:
-        readers = [name for name, one in DRAFTERS.items() if not one.runs_model]
+        readers = [name for name, drafter in DRAFTERS.items() if not drafter.runs_model]
         refuse(
             "drafter",
             drafter,

@@ -79,10 +79,10 @@ def check_arguments(config: Any, criteria: Any, model_kwargs: dict[str, Any]) ->
         value = getattr(config, name, None)
         if value not in neutral:
             raise UsageError(f"{name} is {shorten(value)}, which is not supported: drop it")
-    for one in criteria:
-        if (name := type(one).__name__) not in CRITERIA:
-            known = ", ".join(CRITERIA)
-            raise UsageError(f"stopping_criteria has {name}, which is not supported: give one of {known}, or drop it")
+    for criterion in criteria:
+        if (name := type(criterion).__name__) not in CRITERIA:
+            names = ", ".join(CRITERIA)
+            raise UsageError(f"stopping_criteria has {name}, which is not supported: give one of {names}, or drop it")
     cache = model_kwargs.get("past_key_values")
     if cache is not None and cache.get_seq_length() > 0:
         raise UsageError("past_key_values holds tokens, but every prompt is read from its beginning: drop it")
@@ -107,14 +107,14 @@ class Ends:
     def of(cls, config: Any, criteria: Any, stop: Sequence[str]) -> Ends:
         """Read a generation config and the prepared stopping criteria. stop: further stop strings. Raises
         UsageError."""
-        found: dict[str, Any] = {
-            type(one).__name__: one for one in criteria
+        ends: dict[str, Any] = {
+            type(criterion).__name__: criterion for criterion in criteria
         }  # one of a kind, as transformers leaves it
-        length, most = found["MaxLengthCriteria"].max_length, config.max_length
+        length, most = ends["MaxLengthCriteria"].max_length, config.max_length
         if length > most:
             raise UsageError(f"stopping_criteria has MaxLengthCriteria({length}), but max_length is {most}: raise that")
-        tokens = _token_ids(found["EosTokenCriteria"].eos_token_id) if "EosTokenCriteria" in found else ()
-        strings = found["StopStringCriteria"].stop_strings if "StopStringCriteria" in found else ()
+        tokens = _token_ids(ends["EosTokenCriteria"].eos_token_id) if "EosTokenCriteria" in ends else ()
+        strings = ends["StopStringCriteria"].stop_strings if "StopStringCriteria" in ends else ()
         return cls(int(length), tokens, tuple(dict.fromkeys((*stop, *strings))))
 
 
@@ -127,8 +127,8 @@ def prompts_of(ids: Tensor, mask: Tensor | None, positions: Tensor | None, copie
         raise UsageError("attention_mask hides tokens behind others: pad on the left (tokenizer.padding_side = 'left')")
     if positions is not None:
         seen, rows = attended.bool(), len(ids) * copies
-        given = positions.expand(rows, -1)[::copies] if len(positions) in (1, rows) else None
-        if given is None or (given[seen] != (attended.cumsum(1) - 1)[seen]).any():
+        lengths = positions.expand(rows, -1)[::copies] if len(positions) in (1, rows) else None
+        if lengths is None or (lengths[seen] != (attended.cumsum(1) - 1)[seen]).any():
             raise UsageError(
                 "position_ids do not count the tokens of a prompt from 0, which is not supported: drop them"
             )
@@ -137,56 +137,56 @@ def prompts_of(ids: Tensor, mask: Tensor | None, positions: Tensor | None, copie
 
 def _warps(processors: Any, drawn: bool) -> dict[str, float | int]:
     """Return sampling settings of the prepared logits processors. Raises UsageError for one that is none of ours."""
-    found: dict[str, float | int] = {"top_k": 0}
+    warps: dict[str, float | int] = {"top_k": 0}
     seen: set[str] = set()
-    for one in processors:
-        name = type(one).__name__
+    for processor in processors:
+        name = type(processor).__name__
         if name in seen:
             raise UsageError(f"logits_processor has two of {name}, and only one is supported: drop one")
         seen.add(name)
         if name in WARPERS and drawn:
-            found[WARPERS[name]] = getattr(one, WARPERS[name])
+            warps[WARPERS[name]] = getattr(processor, WARPERS[name])
         elif name != PREFIXES and name not in RULES:
             asked = f", which {ARGUMENTS[name]} asks for," if name in ARGUMENTS else ""
             raise UsageError(f"logits_processor has {name}{asked} and it is not supported: drop it")
-    return found
+    return warps
 
 
 def rules_of(processors: Any, ids: Tensor, mask: Tensor | None, config: Any, ends: Ends) -> str:
     """Return the token rules of the prepared logits processors. ids, mask: [B, T] or more rows. Raises UsageError."""
     rules: dict[str, object] = {}
     least = 0
-    for one in processors:
-        name, begin = type(one).__name__, ids.shape[1]
+    for processor in processors:
+        name, begin = type(processor).__name__, ids.shape[1]
         if name in LEAST:
-            least = max(least, _least(one, begin, ends))
+            least = max(least, _least(processor, begin, ends))
         elif name == "RepetitionPenaltyLogitsProcessor":
-            _check_ignored(one.prompt_ignore_length, mask)
-            rules["repetition_penalty"] = one.penalty
+            _check_ignored(processor.prompt_ignore_length, mask)
+            rules["repetition_penalty"] = processor.penalty
         elif name == "NoRepeatNGramLogitsProcessor":
-            rules["no_repeat_ngram_size"] = one.ngram_size
+            rules["no_repeat_ngram_size"] = processor.ngram_size
         elif name == "NoBadWordsLogitsProcessor":
-            rules["bad_words_ids"] = [list(word) for word in one.sequence_bias]
+            rules["bad_words_ids"] = [list(word) for word in processor.sequence_bias]
         elif name == "SequenceBiasLogitsProcessor":
-            if any(len(word) > 1 for word in one.sequence_bias):
+            if any(len(word) > 1 for word in processor.sequence_bias):
                 raise UsageError("sequence_bias has a sequence of several tokens, which is not supported: drop it")
-            if strong := [bias for bias in one.sequence_bias.values() if not -MOST_BIAS <= bias <= MOST_BIAS]:
+            if strong := [bias for bias in processor.sequence_bias.values() if not -MOST_BIAS <= bias <= MOST_BIAS]:
                 raise UsageError(
                     f"sequence_bias has {strong[0]}, but must be from {-MOST_BIAS:g} to {MOST_BIAS:g}: give tokens "
                     "that never come as suppress_tokens"
                 )
-            rules["logit_bias"] = {word[0]: bias for word, bias in one.sequence_bias.items()}
+            rules["logit_bias"] = {word[0]: bias for word, bias in processor.sequence_bias.items()}
         elif name == "SuppressTokensLogitsProcessor":
-            rules["suppress_tokens"] = list(_token_ids(one.suppress_tokens))
+            rules["suppress_tokens"] = list(_token_ids(processor.suppress_tokens))
         elif name == "SuppressTokensAtBeginLogitsProcessor":
             # behind a forced first token they are about the second one, in transformers and here
-            _check_place(name, one.begin_index, begin + ("forced_bos_token_id" in rules))
-            rules["begin_suppress_tokens"] = list(_token_ids(one.begin_suppress_tokens))
+            _check_place(name, processor.begin_index, begin + ("forced_bos_token_id" in rules))
+            rules["begin_suppress_tokens"] = list(_token_ids(processor.begin_suppress_tokens))
         elif name == "ForcedBOSTokenLogitsProcessor" and begin == 1:  # it does nothing behind a longer prompt
-            rules["forced_bos_token_id"] = int(one.bos_token_id)
+            rules["forced_bos_token_id"] = int(processor.bos_token_id)
         elif name == "ForcedEOSTokenLogitsProcessor" and ends.length == config.max_length:  # else it is not reached
-            _check_place(name, one.max_length, ends.length)
-            if len(forced := _token_ids(one.eos_token_id)) > 1:
+            _check_place(name, processor.max_length, ends.length)
+            if len(forced := _token_ids(processor.eos_token_id)) > 1:
                 raise UsageError(f"forced_eos_token_id is {list(forced)}, but only one token is supported: give one")
             rules["forced_eos_token_id"] = forced[0]
         elif name == "LogitNormalization":
@@ -196,21 +196,21 @@ def rules_of(processors: Any, ids: Tensor, mask: Tensor | None, config: Any, end
     return f"none,{written_rules({'min_new_tokens': least, **rules})}"
 
 
-def _least(one: Any, begin: int, ends: Ends) -> int:
+def _least(processor: Any, begin: int, ends: Ends) -> int:
     """Return the fewest new tokens that a processor asks for. begin: T, as transformers' lengths count the padding.
     Raises UsageError."""
-    name, skipped = type(one).__name__, getattr(one, "prompt_length_to_skip", begin)
-    if set(_token_ids(one.eos_token_id)) != set(ends.tokens) or skipped != begin:
+    name, skipped = type(processor).__name__, getattr(processor, "prompt_length_to_skip", begin)
+    if set(_token_ids(processor.eos_token_id)) != set(ends.tokens) or skipped != begin:
         raise UsageError(
             f"logits_processor has {name} with other end tokens or another prompt: give "
             f"{'min_length' if name == LEAST[0] else 'min_new_tokens'} and eos_token_id instead"
         )
-    return int(one.min_length - begin if name == LEAST[0] else one.min_new_tokens)
+    return int(processor.min_length - begin if name == LEAST[0] else processor.min_new_tokens)
 
 
-def _check_place(name: str, place: int, wanted: int) -> None:
+def _check_place(name: str, position: int, wanted: int) -> None:
     """Refuse a processor that acts at another place than the argument of `generate` would. Raises UsageError."""
-    if place != wanted:
+    if position != wanted:
         raise UsageError(f"logits_processor has {name} for another place: give the argument of generate instead")
 
 
@@ -269,6 +269,6 @@ def end_tokens(config: Any) -> tuple[int, ...]:
     return () if config.eos_token_id is None else _token_ids(config.eos_token_id)
 
 
-def _token_ids(given: Any) -> tuple[int, ...]:
+def _token_ids(value: Any) -> tuple[int, ...]:
     """Return one id, a list of them or a tensor as a tuple."""
-    return tuple(torch.as_tensor(given, dtype=torch.int64).flatten().tolist())
+    return tuple(torch.as_tensor(value, dtype=torch.int64).flatten().tolist())

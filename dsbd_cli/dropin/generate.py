@@ -159,7 +159,7 @@ def _decode(
         raise UsageError(f"streamer is given, but num_beams is {beams}, and only one beam can be streamed: drop it")
     rules = rules_of(logits_processor, ids, mask, config, ends)
     sampling = sampling_of(config, logits_processor, new, rules, ends.strings)
-    prefixes = next((one for one in logits_processor if type(one).__name__ == PREFIXES), None)
+    prefixes = next((processor for processor in logits_processor if type(processor).__name__ == PREFIXES), None)
     if prefixes is not None:
         sequences, end = sequences_of(prefixes._prefix_allowed_tokens_fn, ids, eos, new)
         eos = (end, *(token for token in eos if token != end))
@@ -177,29 +177,31 @@ def _decode(
         names, catalogues = None, None
         if sequences is not None:
             names, catalogues = compiled(sequences, codec, target.vocab_size)
-        limits = [one.max_positions for one in (target, draft) if one is not None and one.max_positions is not None]
+        limits = [
+            model.max_positions for model in (target, draft) if model is not None and model.max_positions is not None
+        ]
         if ids.shape[1] + new in limits:  # the model has no position for one more token
             sampling = replace(sampling, max_new_tokens=new)
         requests = [
             Request(
                 prompt_ids=prompt,
-                id=f"{row}-{place}",
-                seed=derive_seed(seed, f"{row}-{place}"),
+                id=f"{row}-{number}",
+                seed=derive_seed(seed, f"{row}-{number}"),
                 sampling=sampling,
                 allow=None if names is None else names[row],
             )
             for row, prompt in enumerate(prompts)
-            for place in range(wanted if beams == 1 else 1)  # samples of one beam are requests of their own
+            for number in range(wanted if beams == 1 else 1)  # samples of one beam are requests of their own
         ]
         method = method_of(beams, bool(config.do_sample), assistant is not None)
         engine = Engine(
             target, draft, codec, method, batch_size=len(requests), cuda_graphs=False, catalogues=catalogues
         )
         results = engine.generate(requests) if streamed is None else _streamed(engine, requests, streamed, config, new)
-    found = [tuple(_truncated(one, new) for one in result.hypotheses) for result in results]
-    if too_few := next((one for one in found if len(one) < sampling.n_best), None):
+    outputs = [tuple(_truncated(beam, new) for beam in result.hypotheses) for result in results]
+    if too_few := next((output for output in outputs if len(output) < sampling.n_best), None):
         raise NumericalError(f"{len(too_few)} sequences have a finite score, fewer than num_return_sequences {wanted}")
-    texts = [one for some in found for one in some]
+    texts = [beam for some in outputs for beam in some]
     out = _output(ids.repeat_interleave(wanted, 0), texts, config, beams, wanted, target.vocab_size)
     if beams == 1 and config.output_scores and config.return_dict_in_generate:
         out.scores = _scores(model, out.sequences, mask, logits_processor, ids.shape[1])
@@ -215,9 +217,9 @@ def _streamed(engine: Engine, requests: Sequence[Request], streamer: Any, config
     return results
 
 
-def _truncated(one: Hypothesis, most: int) -> Hypothesis:
+def _truncated(beam: Hypothesis, most: int) -> Hypothesis:
     """Return the hypothesis with `most` tokens at most. Only a single sample that has not ended before has more."""
-    return one if one.num_tokens <= most else replace(one, token_ids=one.token_ids[:most])
+    return beam if beam.num_tokens <= most else replace(beam, token_ids=beam.token_ids[:most])
 
 
 def _scores(model: Any, sequences: Tensor, mask: Tensor | None, processors: Any, begin: int) -> tuple[Tensor, ...]:
@@ -229,11 +231,11 @@ def _scores(model: Any, sequences: Tensor, mask: Tensor | None, processors: Any,
     new = sequences.shape[1] - begin
     attended = sequences.new_ones(len(sequences), begin) if mask is None else mask.to(sequences)
     attended = torch.nn.functional.pad(attended, (0, new), value=1)
-    given: dict[str, Any] = {"attention_mask": attended}
+    inputs: dict[str, Any] = {"attention_mask": attended}
     if "position_ids" in inspect.signature(model.forward).parameters:
-        given["position_ids"] = (attended.cumsum(1) - 1).clamp(min=0)
+        inputs["position_ids"] = (attended.cumsum(1) - 1).clamp(min=0)
     with borrow_models(model), torch.no_grad():
-        logits = model(sequences, use_cache=False, **given).logits
+        logits = model(sequences, use_cache=False, **inputs).logits
     return tuple(
         processors(sequences[:, :end], logits[:, end - 1].to(torch.float32, copy=True))
         for end in range(begin, begin + new)
@@ -274,12 +276,14 @@ class _Ids:
         return [b""] * self._vocabulary
 
 
-def _output(prompts: Any, found: Sequence[Hypothesis], config: Any, beams: int, wanted: int, vocabulary: int) -> Any:
+def _output(
+    prompts: Any, beams_of_rows: Sequence[Hypothesis], config: Any, beams: int, wanted: int, vocabulary: int
+) -> Any:
     """Return the sequences as transformers lays them out, padded on the right. vocabulary: V."""
-    length = max(one.num_tokens for one in found)
-    new = prompts.new_full((len(found), length), _fill(config, beams))
-    for row, one in enumerate(found):
-        new[row, : one.num_tokens] = torch.tensor(one.token_ids)
+    length = max(beam.num_tokens for beam in beams_of_rows)
+    new = prompts.new_full((len(beams_of_rows), length), _fill(config, beams))
+    for row, beam in enumerate(beams_of_rows):
+        new[row, : beam.num_tokens] = torch.tensor(beam.token_ids)
     sequences: Any = torch.cat((prompts, new), 1)
     if not config.return_dict_in_generate:
         return sequences
@@ -287,17 +291,17 @@ def _output(prompts: Any, found: Sequence[Hypothesis], config: Any, beams: int, 
         return GenerateDecoderOnlyOutput(sequences=sequences)
     if not config.output_scores:
         return GenerateBeamDecoderOnlyOutput(sequences=sequences)
-    indices: Any = torch.full((len(found), length), -1, dtype=torch.int32)
-    scores = torch.full((length, len(found) // wanted * beams, vocabulary), torch.nan)
-    for row, one in enumerate(found):
-        assert one.tokens is not None
+    indices: Any = torch.full((len(beams_of_rows), length), -1, dtype=torch.int32)
+    scores = torch.full((length, len(beams_of_rows) // wanted * beams, vocabulary), torch.nan)
+    for row, beam in enumerate(beams_of_rows):
+        assert beam.tokens is not None
         first = row // wanted * beams
-        indices[row, : one.num_tokens] = torch.tensor([first + token.beam for token in one.tokens], dtype=torch.int32)
-        for place, token in enumerate(one.tokens):
-            scores[place, first + token.beam, token.token_id] = token.logprob
+        indices[row, : beam.num_tokens] = torch.tensor([first + token.beam for token in beam.tokens], dtype=torch.int32)
+        for position, token in enumerate(beam.tokens):
+            scores[position, first + token.beam, token.token_id] = token.logprob
     return GenerateBeamDecoderOnlyOutput(
         sequences=sequences,
-        sequences_scores=torch.tensor([one.score for one in found], device=prompts.device),
+        sequences_scores=torch.tensor([beam.score for beam in beams_of_rows], device=prompts.device),
         scores=tuple(scores.to(prompts.device)),
         beam_indices=indices.to(prompts.device),
     )

@@ -64,8 +64,8 @@ def from_models(
     check_engine_options(method, batch_size, on_too_long, log_steps, cuda_graphs, None)
     check_value("numerics", numerics, Numerics)
     check_processor()
-    for role, one in (("model", model), ("draft_model", draft_model)):
-        if getattr(one, "training", False):
+    for role, module in (("model", model), ("draft_model", draft_model)):
+        if getattr(module, "training", False):
             raise UsageError(f"{role} is in training mode, where dropout acts: call its eval() first")
     method = (method or MethodConfig()).fit_draft(None if draft_model is None else type(draft_model).__name__)
     target = forest_of(model, "target", invariant=numerics == "invariant")
@@ -104,16 +104,16 @@ def forest_of(model: Any, role: str, *, invariant: bool = False) -> CausalForest
     try:
         forest = CausalForestModel(model, _name(model))
         key = (str(forest.dtype), str(forest.device), str(getattr(config, "_attn_implementation", "")))
-        known = _verdicts.setdefault(model, {})
-        if key not in known:
+        verdicts = _verdicts.setdefault(model, {})
+        if key not in verdicts:
             self_test(forest)
-            known[key] = None
-        if invariant and known[key] is None:
-            known[key] = check(forest)
+            verdicts[key] = None
+        if invariant and verdicts[key] is None:
+            verdicts[key] = check(forest)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{role} {_name(model)}: {error}") from error
-    if invariant and (found := known[key]) is not None:
-        forest.trust(found.varies, found.copies)
+    if invariant and (verdict := verdicts[key]) is not None:
+        forest.trust(verdict.varies, verdict.copies)
     return forest
 
 

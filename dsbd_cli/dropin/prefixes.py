@@ -27,25 +27,25 @@ def sequences_of(
     """
     every, ends = [], set[int]()
     for row, prompt in enumerate(ids):
-        found, nodes = list[tuple[int, ...]](), 0
+        sequences, nodes = list[tuple[int, ...]](), 0
         paths: list[tuple[int, ...]] = [()]
         while paths:
             path = paths.pop()
             tokens = torch.cat((prompt, prompt.new_tensor(path))) if path else prompt
-            for token in dict.fromkeys(int(one) for one in allowed(row, tokens)):
+            for token in dict.fromkeys(int(token_id) for token_id in allowed(row, tokens)):
                 nodes += 1
                 if token in eos:
                     ends.add(token)
-                    found.append(path)
+                    sequences.append(path)
                 elif len(path) + 1 < most:
                     paths.append((*path, token))
                 else:
                     raise _refused(f"it allows {most} tokens (max_new_tokens) without an end token")
             if nodes > MOST_NODES:
                 raise _refused(f"it allows more than {MOST_NODES} beginnings of a sequence")
-        if not found or not all(found):
-            raise _refused("it allows no sequence" if not found else "it allows an end token at once")
-        every.append(found)
+        if not sequences or not all(sequences):
+            raise _refused("it allows no sequence" if not sequences else "it allows an end token at once")
+        every.append(sequences)
     if len(ends) > 1:
         raise _refused(f"its sequences end with different tokens ({', '.join(map(str, sorted(ends)))})")
     return every, ends.pop()
@@ -63,7 +63,7 @@ def compiled(
         name = names.setdefault(frozenset(some), f"prompt {len(names)}")
         if name not in made:
             made[name] = compiler.compile(
-                CatalogueAnswer(f"sequence {place}", tokens=one) for place, one in enumerate(some)
+                CatalogueAnswer(f"sequence {index}", tokens=sequence) for index, sequence in enumerate(some)
             )
         chosen.append(name)
     return chosen, made

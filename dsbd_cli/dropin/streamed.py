@@ -41,7 +41,7 @@ class Streamed(ResultOrder):
         self._texts[number] = max(self._texts[number], tokens[: self._most], key=len)
         running = [len(text) for row, text in enumerate(self._texts) if row not in self._ended]
         ready = min(running, default=max(map(len, self._texts)))
-        for place in range(self._sent, ready):
-            column = [text[place] if place < len(text) else self._fill for text in self._texts]
+        for position in range(self._sent, ready):
+            column = [text[position] if position < len(text) else self._fill for text in self._texts]
             self._streamer.put(torch.tensor(column))
         self._sent = max(self._sent, ready)

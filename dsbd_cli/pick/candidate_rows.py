@@ -51,11 +51,11 @@ def record_row(line: Line, *, index: int, number: int) -> CandidateRow:
         if (failed := record.get("error")) is not None:
             message = failed.get("message") if isinstance(failed, dict) else failed
             raise InvalidRowError(f"the row had failed before: {shorten(message)}")
-        found, metadata = _of_openai(record) if "response" in record else _of_native(record)
+        candidates, metadata = _of_openai(record) if "response" in record else _of_native(record)
     except InvalidRowError as error:
         failure = InvalidRowError(f"line {number}: {as_written(str(error), record)}")
         return CandidateRow(index, number, _failed_id(record, line, index), key, error=failure)
-    return CandidateRow(index, number, row_id, key, found, metadata)
+    return CandidateRow(index, number, row_id, key, candidates, metadata)
 
 
 def _id_names(record: Fields) -> tuple[str, ...]:
@@ -79,20 +79,20 @@ def group_of_lines(lines: Sequence[Line], *, index: int, number: int) -> Candida
     except InvalidRowError as fault:
         error = InvalidRowError(f"line {number}: one of {len(lines)} lines from here on: {fault}")
         return CandidateRow(index, number, str(index), key, error=error)
-    found = tuple(Candidate(text.strip(), None, None, {"text": text.strip()}) for text in texts)
-    return CandidateRow(index, number, str(index), key, found)
+    candidates = tuple(Candidate(text.strip(), None, None, {"text": text.strip()}) for text in texts)
+    return CandidateRow(index, number, str(index), key, candidates)
 
 
 def _of_native(record: Fields) -> tuple[tuple[Candidate, ...], object | None]:
     beams = record.get("beams")
     if not isinstance(beams, list) or not beams:
         raise InvalidRowError("beams is missing: give records that dsbd generate --n-best wrote (native or openai)")
-    found = []
-    for place, beam in enumerate(beams):
+    candidates = []
+    for index, beam in enumerate(beams):
         if not isinstance(beam, dict) or not isinstance(beam.get("text"), str):
-            raise InvalidRowError(f"beams[{place}] is {shorten(beam)}, but must be an object with a text")
-        found.append(Candidate(beam["text"], _number(beam, "logprob", place), _number(beam, "score", place), beam))
-    return tuple(found), record.get("metadata")
+            raise InvalidRowError(f"beams[{index}] is {shorten(beam)}, but must be an object with a text")
+        candidates.append(Candidate(beam["text"], _number(beam, "logprob", index), _number(beam, "score", index), beam))
+    return tuple(candidates), record.get("metadata")
 
 
 def _of_openai(record: Fields) -> tuple[tuple[Candidate, ...], object | None]:
@@ -105,8 +105,8 @@ def _of_openai(record: Fields) -> tuple[tuple[Candidate, ...], object | None]:
     choices = body.get("choices")
     if not isinstance(choices, list) or not choices:
         raise InvalidRowError("response.body.choices is missing: this is no line of a batch output")
-    found = []
-    for place, choice in enumerate(choices):
+    candidates = []
+    for index, choice in enumerate(choices):
         message = choice.get("message") if isinstance(choice, dict) else None
         text = message.get("content") if isinstance(message, dict) else None
         if isinstance(message, dict) and text is None and message.get("tool_calls"):
@@ -114,34 +114,34 @@ def _of_openai(record: Fields) -> tuple[tuple[Candidate, ...], object | None]:
         if isinstance(choice, dict) and message is None:
             text = choice.get("text")
         if not isinstance(text, str):
-            raise InvalidRowError(f"response.body.choices[{place}] is {shorten(choice)}, but must have a text")
+            raise InvalidRowError(f"response.body.choices[{index}] is {shorten(choice)}, but must have a text")
         fields = {"text": text, "finish_reason": choice.get("finish_reason")}
-        found.append(Candidate(text, None, None, fields))
-    return tuple(found), body.get("metadata")
+        candidates.append(Candidate(text, None, None, fields))
+    return tuple(candidates), body.get("metadata")
 
 
 def _of_response(body: Fields) -> tuple[Candidate, ...]:
     """Return the candidates of a body of /v1/responses, which has the texts in the items of a message."""
     outputs = body.get("beams", [body.get("output")])
-    found = []
-    for place, items in enumerate(outputs if isinstance(outputs, list) else []):
+    candidates = []
+    for index, items in enumerate(outputs if isinstance(outputs, list) else []):
         if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
-            raise InvalidRowError(f"response.body: output {place} is {shorten(items)}, but must be a list of items")
+            raise InvalidRowError(f"response.body: output {index} is {shorten(items)}, but must be a list of items")
         parts = [part for item in items if item.get("type") == "message" for part in _list(item.get("content"))]
         texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "output_text"]
-        text = "".join(one for one in texts if isinstance(one, str))
-        found.append(Candidate(text, None, None, {"text": text}))
-    if not found:
+        text = "".join(part for part in texts if isinstance(part, str))
+        candidates.append(Candidate(text, None, None, {"text": text}))
+    if not candidates:
         raise InvalidRowError("response.body.output is missing: this is no line of a batch output")
-    return tuple(found)
+    return tuple(candidates)
 
 
 def _list(value: object) -> list[object]:
     return value if isinstance(value, list) else []
 
 
-def _number(beam: Fields, name: str, place: int) -> float | None:
+def _number(beam: Fields, name: str, index: int) -> float | None:
     value = beam.get(name)
     if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-        raise InvalidRowError(f"beams[{place}].{name} is {shorten(value)}, but must be a number")
+        raise InvalidRowError(f"beams[{index}].{name} is {shorten(value)}, but must be a number")
     return None if value is None else float(value)

@@ -47,7 +47,7 @@ class ByScore:
     def choose(self, row: CandidateRow) -> Choice:
         """Choose by score. Raises InvalidRowError where a record holds no scores."""
         scores = _values(row.candidates, "score")
-        best = max(range(len(scores)), key=lambda place: scores[place])
+        best = max(range(len(scores)), key=lambda index: scores[index])
         return Choice(best, {"score": scores[best]})
 
 
@@ -96,11 +96,11 @@ class ByVote:
         return Choice(answers.index(won), why)
 
     def _answer(self, text: str) -> str | None:
-        known = normalised if self.equal == "text" else str
+        comparable = normalised if self.equal == "text" else str
         if self.answer is None:
-            return known(text)
-        found = last_answer(self.answer, text)
-        return None if found is None else known(found)
+            return comparable(text)
+        answer = last_answer(self.answer, text)
+        return None if answer is None else comparable(answer)
 
 
 def read_regex(option: str, text: str) -> re.Pattern[str]:
@@ -114,27 +114,27 @@ def read_regex(option: str, text: str) -> re.Pattern[str]:
 
 def last_answer(pattern: re.Pattern[str], text: str) -> str | None:
     """Return the last match in a text, or its first group if the pattern has one; None where nothing matches."""
-    found = list(pattern.finditer(text))
-    return (found[-1][1 if pattern.groups else 0] or "") if found else None
+    matches = list(pattern.finditer(text))
+    return (matches[-1][1 if pattern.groups else 0] or "") if matches else None
 
 
 def _same_values(answers: Sequence[str | None]) -> list[str | None]:
     """Return every answer as the first one of the same value is written; None where no value is found in the text."""
     from math_verify import parse, verify
 
-    known: list[tuple[list[object], str]] = []
-    found: list[str | None] = []
+    representatives: list[tuple[list[object], str]] = []
+    values: list[str | None] = []
     for answer in answers:
         value = [] if answer is None else parse(answer)
         if not value:
-            found.append(None)
+            values.append(None)
             continue
-        same = next((shown for other, shown in known if verify(other, value)), None)
+        same = next((shown for other, shown in representatives if verify(other, value)), None)
         if same is None:
             same = str(value[-1])
-            known.append((value, same))
-        found.append(same)
-    return found
+            representatives.append((value, same))
+        values.append(same)
+    return values
 
 
 def normalised(answer: str) -> str:
@@ -176,7 +176,7 @@ class ByRisk:
         total = math.fsum(weights)
         matrix = _utility(self.metric)([candidate.text.strip() for candidate in row.candidates])
         expected = [math.fsum(w * u for w, u in zip(weights, line, strict=True)) / total for line in matrix]
-        best = max(range(len(expected)), key=lambda place: expected[place])
+        best = max(range(len(expected)), key=lambda index: expected[index])
         return Choice(best, {"metric": self.metric, "expected_utility": round(expected[best], 6)})
 
 
@@ -207,7 +207,7 @@ def _weights_of(candidates: Sequence[Candidate], weights: Weights) -> list[float
 
 
 def _values(candidates: Sequence[Candidate], name: Literal["score", "logprob"]) -> list[float]:
-    found: list[float] = [value for one in candidates if (value := getattr(one, name)) is not None]
-    if len(found) < len(candidates):
+    values: list[float] = [value for candidate in candidates if (value := getattr(candidate, name)) is not None]
+    if len(values) < len(candidates):
         raise InvalidRowError(f"{name} is missing: only native records hold it (dsbd generate --output-format native)")
-    return found
+    return values

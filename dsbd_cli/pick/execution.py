@@ -40,17 +40,17 @@ def _is_database(path: Path) -> bool:
 def database_path(template: str, metadata: object) -> Path:
     """Return the path of the database that a row is about. `{field}` in the template stands for a field of the row's
     metadata. Raises InvalidRowError where the metadata lacks a field, or the file does not exist."""
-    known = metadata if isinstance(metadata, Mapping) else {}
+    fields = metadata if isinstance(metadata, Mapping) else {}
 
-    def value(found: re.Match[str]) -> str:
-        held = known.get(found[1])
+    def value(match: re.Match[str]) -> str:
+        held = fields.get(match[1])
         if isinstance(held, bool) or not isinstance(held, str | int) or held == "":
             raise InvalidRowError(
-                f"metadata.{found[1]} is {shorten(held)}, but the database {template} needs a string there"
+                f"metadata.{match[1]} is {shorten(held)}, but the database {template} needs a string there"
             )
         text = str(held)
         if text in (".", "..") or "/" in text or "\\" in text or "\0" in text:
-            raise InvalidRowError(f"metadata.{found[1]} is {shorten(text)}, but must be a name without folders")
+            raise InvalidRowError(f"metadata.{match[1]} is {shorten(text)}, but must be a name without folders")
         return text
 
     path = Path(FIELD.sub(value, template))
@@ -102,8 +102,8 @@ class ByExecution:
             results.append(self.run(path, text))
             if not self.majority and isinstance(results[-1], StatementResult):
                 break
-        ran = {place: found for place, found in enumerate(results) if isinstance(found, StatementResult)}
-        errors = [found for found in results if isinstance(found, str)]
+        ran = {index: result for index, result in enumerate(results) if isinstance(result, StatementResult)}
+        errors = [result for result in results if isinstance(result, str)]
         why = {"ran": len(ran), "failed": len(errors), **({"first_error": errors[0]} if errors else {})}
         if not ran:
             if self.otherwise == "error":
@@ -130,13 +130,13 @@ class ByExecution:
 
 def _groups(ran: Mapping[int, StatementResult], texts: list[str]) -> list[list[int]]:
     """Group the places of candidates with equal rows. The order of rows counts where both statements order them."""
-    ordered = {place: is_ordered(texts[place]) for place in ran}
+    ordered = {index: is_ordered(texts[index]) for index in ran}
     groups: list[list[int]] = []
-    for place, found in ran.items():
+    for index, result in ran.items():
         for group in groups:
-            if found.same(ran[group[0]], ordered=ordered[place] and ordered[group[0]]):
-                group.append(place)
+            if result.same(ran[group[0]], ordered=ordered[index] and ordered[group[0]]):
+                group.append(index)
                 break
         else:
-            groups.append([place])
+            groups.append([index])
     return groups

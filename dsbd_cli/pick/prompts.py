@@ -32,10 +32,10 @@ class PromptsById:
         """Return the prompt of a row, and forget it. Raises InvalidRowError where no row has this id, or none that can
         be read."""
         fault: InvalidRowError | None = None
-        while (found := self._next(row_id)) is not None:
-            if not isinstance(found, InvalidRowError):
-                return found
-            fault = found  # another line may have this id
+        while (entry := self._next(row_id)) is not None:
+            if not isinstance(entry, InvalidRowError):
+                return entry
+            fault = entry  # another line may have this id
         raise fault or InvalidRowError(f"id is {row_id!r}, which {self._name} does not hold")
 
     def pass_over(self, row_id: str) -> None:
@@ -60,10 +60,10 @@ class PromptsById:
             if isinstance(prompt, InvalidRowError):
                 prompt = InvalidRowError(f"{self._name} line {number}: {prompt}")
             self._seen[seen_id].append(prompt)
-        found = self._seen[row_id].popleft()
+        entry = self._seen[row_id].popleft()
         if not self._seen[row_id]:
             del self._seen[row_id]
-        return found
+        return entry
 
 
 class ByReward:
@@ -86,8 +86,8 @@ class ByReward:
         if prompt and isinstance(prompt, str) and self._on_plain is not None:
             self._on_plain()
             self._on_plain = None
-        rewards = self._scores(prompt, [one.text for one in row.candidates])
-        best = max(range(len(rewards)), key=lambda place: rewards[place])
+        rewards = self._scores(prompt, [candidate.text for candidate in row.candidates])
+        best = max(range(len(rewards)), key=lambda index: rewards[index])
         return Choice(best, {"reward": rewards[best], "rewards": [round(value, 6) for value in rewards]})
 
     def pass_over(self, row: CandidateRow) -> None:

@@ -164,14 +164,14 @@ def run(database: sqlite3.Connection, request: StatementRequest) -> dict[str, st
         return bool(reasons)
 
     database.set_progress_handler(ends, STEPS_PER_CALL)
-    found = Digest()
+    digest = Digest()
     try:
         cursor = database.execute(request["sql"])
         for row in cursor:
-            found.add(row)
-            if found.rows > request["max_rows"]:
+            digest.add(row)
+            if digest.rows > request["max_rows"]:
                 return {"error": f"it returns more than {request['max_rows']} rows"}
-            if found.bytes > MAX_RESULT_BYTES:
+            if digest.bytes > MAX_RESULT_BYTES:
                 return {"error": f"it returns more than {MAX_RESULT_BYTES >> 20} MB"}
         if cursor.description is None:
             return {"error": "it is no statement that returns rows"}
@@ -181,7 +181,7 @@ def run(database: sqlite3.Connection, request: StatementRequest) -> dict[str, st
         return {"error": reasons[0] if reasons else " ".join(str(error).split())[:MAX_ERROR] or type(error).__name__}
     finally:
         database.set_progress_handler(None, 0)
-    return found.answer()
+    return digest.answer()
 
 
 class _Databases:

@@ -100,7 +100,7 @@ class Answer:
             raise UsageError(f"the rows have neither prompt nor messages: their columns are {', '.join(batch)}")
         columns = {name: list(column) for name, column in batch.items()}
         count = len(next(iter(columns.values())))
-        rows = [{name: column[place] for name, column in columns.items()} for place in range(count)]
+        rows = [{name: column[index] for name, column in columns.items()} for index in range(count)]
         results = self._answers([self._request(row) for row in rows])
         made = [self._columns(result) for result in results]
         names = [*NEW_COLUMNS, *(["beams"] if self._sampling.n_best > 1 else [])]
@@ -117,7 +117,7 @@ class Answer:
                 raise InvalidRowError(f"prompt is {shorten(prompt)}, but must be a non-empty string")
             chat, continued = None, False
             if messages is not None:
-                chat, continued = checked_messages([dict(one) for one in messages])  # type: ignore[attr-defined]
+                chat, continued = checked_messages([dict(message) for message in messages])  # type: ignore[attr-defined]
             content = f"{prompt}\0{chat}".encode("utf-8", "surrogatepass")
             name = str(own) if own is not None else hashlib.blake2b(content, digest_size=16).hexdigest()
             seed = derive_seed(self._seed, name)
@@ -167,12 +167,12 @@ class Answer:
             "error": None,
             "beams": [
                 {
-                    "text": one.text,
-                    "reasoning": one.reasoning,
-                    "tool_calls": calls_text(one),
-                    "logprob": one.logprob,
-                    "score": one.score,
+                    "text": beam.text,
+                    "reasoning": beam.reasoning,
+                    "tool_calls": calls_text(beam),
+                    "logprob": beam.logprob,
+                    "score": beam.score,
                 }
-                for one in result.hypotheses
+                for beam in result.hypotheses
             ],
         }

@@ -107,7 +107,7 @@ class Window:
             if self._alone or any(self._rows[number].deaths >= ALONE_AFTER for number in out):
                 return []
             self._quarantine = None
-        others = [held for one, held in self._out.items() if one != self._quarantine]
+        others = [held for worker, held in self._out.items() if worker != self._quarantine]
         rows_each = -(-(len(self._waiting) + sum(map(len, others))) // len(others))
         count = min(self.capacity, rows_each) - len(out)
         return [self._sent(worker, heapq.heappop(self._waiting)) for _ in range(min(count, len(self._waiting)))]

@@ -100,9 +100,9 @@ class WorkerInfo:
 
     def _compared(self) -> dict[str, object]:
         """Return what must be the same at all workers."""
-        found = {name: getattr(self, name) for name in ("dsbd", "checkpoints", "exactness", "allowed")}
-        found |= {name: getattr(self.engine, name, None) for name in ("dtype", "draft_dtype", "chat")}
-        return {**found, "device": None if self.engine is None else self.engine.device.split(":")[0]}
+        compared = {name: getattr(self, name) for name in ("dsbd", "checkpoints", "exactness", "allowed")}
+        compared |= {name: getattr(self.engine, name, None) for name in ("dtype", "draft_dtype", "chat")}
+        return {**compared, "device": None if self.engine is None else self.engine.device.split(":")[0]}
 
 
 @dataclass(frozen=True, slots=True)

@@ -354,7 +354,7 @@ class RayEngine:
         worker.report.deaths += 1
         worker.deaths_without_answer += 1
         self._last_death = f"worker {worker.number}: {reason}"
-        reports = [one.report for one in self._workers]
+        reports = [worker_slot.report for worker_slot in self._workers]
         deaths = sum(report.deaths for report in reports)
         most = max(USELESS_DEATHS, MAX_DEATHS * len(reports))
         if deaths >= most and not any(report.rows for report in reports):
@@ -368,7 +368,7 @@ class RayEngine:
         else:
             again = f"{rows - len(given_up)} of its rows are sent again" if rows else "it is started again"
             self._warn(f"{self._last_death}; {again}")
-        if all(one.gone for one in self._workers):
+        if all(slot.gone for slot in self._workers):
             raise NoWorkersError(f"no worker is left, the last one to die was {self._last_death}")
 
     def _drop(self, worker: _WorkerSlot) -> None:
@@ -457,11 +457,11 @@ class RayEngine:
             self._receive(WAIT_S)
             if sum(not worker.gone for worker in self._workers) < least:
                 raise NoWorkersError(f"fewer than {least} workers are left, the last one to die was {self._last_death}")
-            if not warned and time.monotonic() - begun > SLOW_START_S and not all(one.alive for one in self._workers):
+            if not warned and time.monotonic() - begun > SLOW_START_S and not all(slot.alive for slot in self._workers):
                 warned = True
                 free = ray.available_resources()  # type: ignore[no-untyped-call]
                 self._warn(
-                    f"{sum(one.alive for one in self._workers)} of {len(self._workers)} workers have a place so far; "
+                    f"{sum(slot.alive for slot in self._workers)} of {len(self._workers)} workers have a place so far; "
                     f"each needs {self._cpus} CPU and {self._gpus} GPU, Ray has {free.get('CPU', 0):.0f} CPU and "
                     f"{free.get('GPU', 0):.0f} GPU free"
                 )

@@ -17,6 +17,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,8 +29,8 @@ from dsbd_cli.ops.cpu import layer
 from dsbd_cli.ops.cpu.program import Arena
 from dsbd_cli.ops.cpu.runtime import FLOATS
 from dsbd_cli.ops.processor import VARIABLE, Processor, current, possible
-from tests.helpers.slow import ROOT
 
+ROOT = Path(__file__).parents[2]
 THREADS = 1, 2, 3
 WIDTHS = frozenset({64})
 # of float32: sums in another order, and exp2 of our own; of bfloat16: a rounding that falls the other way

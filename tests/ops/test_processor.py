@@ -17,8 +17,8 @@ from dsbd_cli.cli.app import run
 from dsbd_cli.ops import processor
 from dsbd_cli.ops.processor import VARIABLE, Processor, current
 from tests.helpers.checkpoints import save
-from tests.helpers.slow import ROOT
 
+ROOT = Path(__file__).parents[2]
 AVX512 = "fma avx avx2 avx512f avx512bw avx512cd avx512dq avx512vl"
 AMX = f"{AVX512} avx_vnni avx512_vnni avx512_bf16 amx_tile amx_bf16 amx_int8"
 NAMES = {

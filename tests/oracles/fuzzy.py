@@ -12,7 +12,7 @@ __all__ = ["divergence", "fuzzy_layer"]
 
 
 def divergence(target: Distribution, draft: Distribution, name: str) -> float:
-    """Div(p, q) of two normalised distributions; see verify/divergence.py."""
+    """Div(p, q) of two normalised distributions; see verify/fuzzy.py."""
     pairs = target.keys() | draft.keys()
     mean = {pair: 0.5 * (target.get(pair, 0.0) + draft.get(pair, 0.0)) for pair in pairs}
     if name == "tv":

@@ -20,7 +20,6 @@ from tests.models.heads.checkpoints import LAYERS, eagle3
 from tests.scale.conftest import Job, kill, wait_until_ended
 
 pytest.importorskip("ray")
-pytestmark = pytest.mark.slow
 
 MakeJob = Callable[..., Job]
 Undisturbed = Callable[[int], list[object]]

@@ -13,7 +13,7 @@ from dsbd_cli.scale.cluster import _handlers_kept
 ray = pytest.importorskip("ray")
 pytest.importorskip("pyarrow", reason="needs ray[data]")
 pytest.importorskip("pandas", reason="needs ray[data]")
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def test_every_row_of_a_data_set_has_an_answer_or_an_error(cluster: Any) -> None:

@@ -69,8 +69,8 @@ class Caches:
     def begin(self, *, share: bool) -> None:
         """Begin a run in which no row holds a prompt yet, because the weights may have been trained since the last run.
         share: a beginning that prompts of the run have in common is read once and copied."""
-        shared = [place for place, model in enumerate(self.models) if share and model.copies_prefixes]
-        self._indexes = {place: PrefixIndex() for place in shared}
+        shared = [index for index, model in enumerate(self.models) if share and model.copies_prefixes]
+        self._indexes = {index: PrefixIndex() for index in shared}
 
     def _forget_prompts(self) -> None:
         for index in self._indexes.values():
@@ -79,8 +79,8 @@ class Caches:
     def forget(self, row: int, *, draft: bool = False) -> None:
         """Stop copying from a row; with `draft`, in the draft's cache alone. The row holds NaN, or the draft never read
         its last prompt, and what it has not run is written over older contents."""
-        for place, index in self._indexes.items():
-            if place or not draft:
+        for number, index in self._indexes.items():
+            if number or not draft:
                 index.drop(row)
 
     def round_slots(self, slots: int) -> int:
@@ -166,9 +166,9 @@ class Caches:
         """Make a row ready for the next request. It must be zeroed, because 0 times a NaN of an earlier request would
         be NaN. Where prefixes are shared, it is zeroed when its prompt is read, because until then other rows may copy
         its contents."""
-        for place, model in enumerate(self.models):
-            if place in self._indexes:
-                self._indexes[place].keep(row, len(prompt) - 1)  # the slots behind it will be overwritten
+        for number, model in enumerate(self.models):
+            if number in self._indexes:
+                self._indexes[number].keep(row, len(prompt) - 1)  # the slots behind it will be overwritten
             else:
                 model.clear(row)
 
@@ -225,27 +225,27 @@ class Caches:
             with self.observer.span("prefill"):
                 self._prefill(1, prompts, apart=False)
 
-    def _prefill(self, place: int, prompts: Mapping[int, Sequence[int]], *, apart: bool) -> dict[int, int]:
-        model, index, trash = self.models[place], self._indexes.get(place), self.slots - 1
+    def _prefill(self, number: int, prompts: Mapping[int, Sequence[int]], *, apart: bool) -> dict[int, int]:
+        model, index, trash = self.models[number], self._indexes.get(number), self.slots - 1
         if index is None:
             # while it rested, its states advanced with the common prefix, over a prompt that it had not read
-            for row in prompts if place and self.draft_rests else ():
+            for row in prompts if number and self.draft_rests else ():
                 model.clear(row)
             prefill(model, list(prompts), list(prompts.values()), trash=trash, apart=apart)
             return {}
-        found: dict[int, int] = {}
+        counts: dict[int, int] = {}
         for wave in index.plan(prompts):
             model.copy_prefixes([(copy.src_row, row, copy.count) for row, copy in wave.items() if copy.src_row != row])
-            known = {row: copy.count for row, copy in wave.items()}
-            for row, count in known.items():
+            copied = {row: copy.count for row, copy in wave.items()}
+            for row, count in copied.items():
                 index.drop(row)
                 model.clear(row, count)
-            texts = [prompts[row] for row in known]
-            prefill(model, list(known), texts, trash=trash, apart=apart, known=list(known.values()))
-            for row in known:
+            texts = [prompts[row] for row in copied]
+            prefill(model, list(copied), texts, trash=trash, apart=apart, known=list(copied.values()))
+            for row in copied:
                 index.put(row, prompts[row])
-            found |= known
-        return found
+            counts |= copied
+        return counts
 
     def unread(self, prompts: Mapping[int, Sequence[int]]) -> int:
         """Return how many tokens the draft model would have to run to read these prompts."""
@@ -273,8 +273,8 @@ class Caches:
         with self.observer.span("compact"):
             self._move(self.target, src_slots, dst_slots, common_prefix)
             if draft and self.draft is not None:
-                known = torch.minimum(common_prefix, drafted) if self.draft_rests else common_prefix
-                self._move(self.draft, src_slots, dst_slots, known)
+                kept = torch.minimum(common_prefix, drafted) if self.draft_rests else common_prefix
+                self._move(self.draft, src_slots, dst_slots, kept)
 
     def _move(self, model: ForestModel, *slots: Tensor) -> None:
         src_slots, dst_slots, common_prefix = (part.to(model.device) for part in slots)

@@ -77,8 +77,8 @@ class PrefixIndex:
         """Keep only these rows, in this order."""
         held = self._held
         self.clear()
-        for place, row in enumerate(rows):
-            self._put(place, held.get(row, []), 0)
+        for number, row in enumerate(rows):
+            self._put(number, held.get(row, []), 0)
 
     def _longest(self, blocks: Sequence[Block]) -> tuple[int, _BlockNode]:
         """Return how many of the leading blocks some row holds, and the tree node of the last of them."""

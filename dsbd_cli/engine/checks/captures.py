@@ -48,7 +48,7 @@ def captured_otherwise(engine: Engine) -> str | None:
     method, kernels = engine.method, bool(engine.stepper.ops.by("triton"))
     if method.depth:
         method = replace(method, depth=min(method.depth, DEPTH), adaptive_depth=False)
-    found: list[list[RequestResult]] = []
+    runs: list[list[RequestResult]] = []
     for wanted in (False, None):
         trial = engine.replace(
             method=method, batch_size=ROWS, info=None, cuda_graphs=wanted, kernels=kernels, catalogues=None
@@ -56,7 +56,7 @@ def captured_otherwise(engine: Engine) -> str | None:
         trial.one_root = False  # captured iterations begin with W roots, too
         trial.tell = lambda line: None
         try:
-            found.append(trial.generate(_requests(trial)))
+            runs.append(trial.generate(_requests(trial)))
         except RowError as error:
             return f"they cannot be tried on this target ({error})"
         except RuntimeError as error:
@@ -72,7 +72,7 @@ def captured_otherwise(engine: Engine) -> str | None:
         graphs = trial.stepper.graphs
         if graphs is not None and graphs.failed is not None:
             return f"a capture fails ({graphs.failed})"
-    return _difference(*found)
+    return _difference(*runs)
 
 
 def _answers(device: torch.device) -> bool:
@@ -91,14 +91,16 @@ def _requests(engine: Engine) -> Sequence[Request]:
         return [Request(f"A sentence with the number {row}.", sampling=sampling, seed=row) for row in range(ROWS)]
     size = engine.target.vocab_size
     return [
-        Request(prompt_ids=tuple((7 * place + 11 * row) % size for place in range(1, 9)), sampling=sampling, seed=row)
+        Request(
+            prompt_ids=tuple((7 * position + 11 * row) % size for position in range(1, 9)), sampling=sampling, seed=row
+        )
         for row in range(ROWS)
     ]
 
 
 def _difference(plain: Sequence[RequestResult], captured: Sequence[RequestResult]) -> str | None:
-    for one, other in zip(plain, captured, strict=True):
-        mine, theirs = one.hypotheses, other.hypotheses
+    for left, other in zip(plain, captured, strict=True):
+        mine, theirs = left.hypotheses, other.hypotheses
         if [each.token_ids for each in mine] != [each.token_ids for each in theirs]:
             return "a captured iteration gives other tokens than a plain one"
         if not all(

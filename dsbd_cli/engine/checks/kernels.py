@@ -225,9 +225,9 @@ def kernels(
 
 def _candidates_with(ops_of: OpsOf, *used: str) -> Callable[[Tensor, int], tuple[Tensor, Tensor]]:
     def run(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        found = top_candidates(logits, CandidateCount(count), ops=Ops(**ops_of(used)))
-        some = found.logprobs > float("-inf")  # among tokens of -inf any may be chosen
-        return torch.where(some, found.tokens, 0), found.logprobs
+        candidates = top_candidates(logits, CandidateCount(count), ops=Ops(**ops_of(used)))
+        some = candidates.logprobs > float("-inf")  # among tokens of -inf any may be chosen
+        return torch.where(some, candidates.tokens, 0), candidates.logprobs
 
     return run
 

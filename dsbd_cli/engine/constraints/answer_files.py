@@ -62,14 +62,14 @@ def _header(path: Path, cells: list[str]) -> list[str]:
     return names
 
 
-def _fields(place: str, names: list[str], cells: list[str]) -> dict[str, object]:
+def _fields(where: str, names: list[str], cells: list[str]) -> dict[str, object]:
     if len(cells) != len(names):
-        raise UsageError(f"{place}: the row has {plural(len(cells), 'cell')}, but the header has {len(names)}")
+        raise UsageError(f"{where}: the row has {plural(len(cells), 'cell')}, but the header has {len(names)}")
     row = dict(zip(names, cells, strict=True))
     fields: dict[str, object] = {name: row[name] for name in FIELDS if row.get(name)}
     if "token_ids" in fields:
         try:
             fields["token_ids"] = orjson.loads(row["token_ids"])
         except orjson.JSONDecodeError:
-            raise UsageError(f"{place}: token_ids is {shorten(row['token_ids'])}, but must be a list") from None
+            raise UsageError(f"{where}: token_ids is {shorten(row['token_ids'])}, but must be a list") from None
     return fields

@@ -63,8 +63,8 @@ class Catalogue:
         assert node is not None, "only answers of the catalogue are decoded"
         answer = int(self.order[np.searchsorted(self.nodes, node)])
         data = self.ids[int(self.starts[answer]) : int(self.starts[answer + 1])].tobytes()
-        found: str | int | None = orjson.loads(data) if data else None
-        return found
+        answer_id: str | int | None = orjson.loads(data) if data else None
+        return answer_id
 
 
 class CatalogueCompiler:
@@ -84,9 +84,9 @@ class CatalogueCompiler:
         tokens, lengths = array("q"), array("q")
         left = iter(answers)
         while some := list(islice(left, BATCH)):
-            for answer, found in zip(some, self._tokens(some), strict=True):
-                tokens.extend(found)
-                lengths.append(len(found))
+            for answer, its_ids in zip(some, self._tokens(some), strict=True):
+                tokens.extend(its_ids)
+                lengths.append(len(its_ids))
                 ids += answer.id
                 starts.append(len(ids))
                 places.append(answer.place)
@@ -116,8 +116,8 @@ class CatalogueCompiler:
         ends = set(self.codec.eos_ids)
         for answer in answers:
             if answer.text is not None:
-                found = next(encoded)
-                spelled = b"".join([table[token] for token in found])
+                ids = next(encoded)
+                spelled = b"".join([table[token] for token in ids])
                 wanted = answer.text.encode("utf-8", "surrogatepass")
                 # some tokenizers begin every text with a space, which their decoder takes away
                 if spelled != wanted and spelled.lstrip(b" ") != wanted.lstrip(b" "):
@@ -126,16 +126,16 @@ class CatalogueCompiler:
                         f"{shorten(spelled.decode(errors='replace'))}"
                     )
             else:
-                found = list(answer.tokens or ())
-                found = found[:-1] if found and found[-1] in ends else found
-            if len(found) > MOST_TOKENS:
-                raise InvalidRowError(f"{answer.place} has {len(found)} tokens, but an answer may have {MOST_TOKENS}")
-            if not found:
+                ids = list(answer.tokens or ())
+                ids = ids[:-1] if ids and ids[-1] in ends else ids
+            if len(ids) > MOST_TOKENS:
+                raise InvalidRowError(f"{answer.place} has {len(ids)} tokens, but an answer may have {MOST_TOKENS}")
+            if not ids:
                 raise InvalidRowError(f"{answer.place} is empty, but an answer needs one token or more")
-            if bad := [token for token in found if token in ends or not 0 <= token < self.vocab_size]:
+            if bad := [token for token in ids if token in ends or not 0 <= token < self.vocab_size]:
                 why = "where decoding ends" if bad[0] in ends else f"but the target has {self.vocab_size} ids"
                 raise InvalidRowError(f"{answer.place} holds token id {bad[0]}, {why}")
-            yield [*found, self.end]
+            yield [*ids, self.end]
 
 
 class RowTries:
@@ -144,9 +144,9 @@ class RowTries:
     def __init__(self, table: TrieTable, catalogues: Iterable[Catalogue]) -> None:
         self.table = table
         catalogues = list(catalogues)
-        count, size = sum(map(len, catalogues)), sum(one.trie.keys.nbytes for one in catalogues)
+        count, size = sum(map(len, catalogues)), sum(catalogue.trie.keys.nbytes for catalogue in catalogues)
         self.about = f"{count} answer{'' if count == 1 else 's'} allowed ({size / 2**20:.1f} MiB)" if count else None
-        self._kept = {id(one): table.add(one.trie) for one in catalogues}
+        self._kept = {id(catalogue): table.add(catalogue.trie) for catalogue in catalogues}
         self._own: set[int] = set()
 
     def begin(self, catalogue: Catalogue) -> int:

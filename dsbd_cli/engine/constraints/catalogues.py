@@ -31,11 +31,11 @@ def open_catalogues(
     """
     compiler = CatalogueCompiler(codec, vocab_size)
     key = _key(path, codec, compiler)
-    for place in compiled_paths(path, key):
+    for compiled in compiled_paths(path, key):
         try:
-            kept = read_compiled(place, key, vocab_size, compiler.end)
+            kept = read_compiled(compiled, key, vocab_size, compiler.end)
         except DamagedError as damaged:
-            tell(f"{place} is damaged ({damaged}): {path} is compiled anew")
+            tell(f"{compiled} is damaged ({damaged}): {path} is compiled anew")
             kept = None
         if kept is not None:
             return kept
@@ -43,14 +43,14 @@ def open_catalogues(
         answers = read_catalogues(path)
         for line in _notes(answers):
             tell(line)
-        found = {name: compiler.compile(some) for name, some in answers.items()}
+        catalogues = {name: compiler.compile(some) for name, some in answers.items()}
     except InvalidRowError as error:
         raise UsageError(str(error)) from None
-    if sum(map(len, found.values())) >= KEPT_FROM:
-        for place in compiled_paths(path, key):
-            if write_compiled(place, key, found):
+    if sum(map(len, catalogues.values())) >= KEPT_FROM:
+        for compiled in compiled_paths(path, key):
+            if write_compiled(compiled, key, catalogues):
                 break
-    return found
+    return catalogues
 
 
 def content_hash(path: Path) -> str:
@@ -77,7 +77,7 @@ def read_catalogues(path: Path) -> Mapping[str, list[CatalogueAnswer]]:
     """Return the answers of a file by catalogue, "" for answers without one. A file that ends in .jsonl holds objects,
     one in .csv or .tsv is a table of the same fields, any other one holds an answer per line. Raises UsageError naming
     the line, or where the answers do not fit into memory."""
-    found: dict[str, list[CatalogueAnswer]] = {}
+    answers: dict[str, list[CatalogueAnswer]] = {}
     check_answer_file(path)
     lines = path.suffix == ".jsonl"
     try:
@@ -89,22 +89,26 @@ def read_catalogues(path: Path) -> Mapping[str, list[CatalogueAnswer]]:
         line = raw.removesuffix(b"\r")
         if not line.strip():
             continue
-        place = f"{path} line {number}"
-        name, answer = _read_object(place, line) if lines else ("", CatalogueAnswer(place, text=_decoded(place, line)))
-        found.setdefault(name, []).append(answer)
+        where = f"{path} line {number}"
+        name, answer = _read_object(where, line) if lines else ("", CatalogueAnswer(where, text=_decoded(where, line)))
+        answers.setdefault(name, []).append(answer)
     for number, row in table_answers(path) if is_answer_table(path) else ():
         name, answer = _answer(f"{path} line {number}", row)
-        found.setdefault(name, []).append(answer)
-    if not found:
+        answers.setdefault(name, []).append(answer)
+    if not answers:
         raise UsageError(f"{path} holds no answer")
-    return found
+    return answers
 
 
 def _notes(catalogues: Mapping[str, list[CatalogueAnswer]]) -> Iterator[str]:
     """Yield a line about answers of a catalogue that differ by blanks at their ends alone."""
     for answers in catalogues.values():
-        ending = {text.rstrip(): text for one in answers if (text := one.text or "") != text.rstrip()}
-        alike = [one for one in answers if ending and one.text != ending.get((one.text or "").rstrip(), one.text)]
+        ending = {text.rstrip(): text for answer in answers if (text := answer.text or "") != text.rstrip()}
+        alike = [
+            answer
+            for answer in answers
+            if ending and answer.text != ending.get((answer.text or "").rstrip(), answer.text)
+        ]
         if alike:
             text = alike[0].text or ""
             more = "" if len(alike) == 1 else f" ({len(alike)} answers are like this)"
@@ -131,13 +135,13 @@ def _check_room(path: Path, free: int) -> None:
         )
 
 
-def _decoded(place: str, line: bytes) -> str:
+def _decoded(where: str, line: bytes) -> str:
     if line.startswith(b"{") and _holds_an_answer(line):
-        raise UsageError(f"{place} is an object, but objects are read only from a file that ends in .jsonl: rename it")
+        raise UsageError(f"{where} is an object, but objects are read only from a file that ends in .jsonl: rename it")
     try:
         return line.decode()
     except UnicodeDecodeError as bad:
-        raise UsageError(f"{place}: not UTF-8: byte 0x{line[bad.start]:02x} at byte {bad.start + 1}") from None
+        raise UsageError(f"{where}: not UTF-8: byte 0x{line[bad.start]:02x} at byte {bad.start + 1}") from None
 
 
 def _holds_an_answer(line: bytes) -> bool:
@@ -149,33 +153,33 @@ def _holds_an_answer(line: bytes) -> bool:
     return ("text" in row or "token_ids" in row) and set(row) <= set(FIELDS)
 
 
-def _read_object(place: str, line: bytes) -> tuple[str, CatalogueAnswer]:
+def _read_object(where: str, line: bytes) -> tuple[str, CatalogueAnswer]:
     """Return the catalogue and the answer of a line of JSON. Raises UsageError."""
     try:
         row = orjson.loads(line)
     except orjson.JSONDecodeError as error:
-        raise UsageError(f"{place}: not JSON: {error}") from None
+        raise UsageError(f"{where}: not JSON: {error}") from None
     if not isinstance(row, dict):
-        raise UsageError(f"{place} is {shorten(row)}, but must be an object with text or token_ids")
-    return _answer(place, row)
+        raise UsageError(f"{where} is {shorten(row)}, but must be an object with text or token_ids")
+    return _answer(where, row)
 
 
-def _answer(place: str, row: Mapping[str, object]) -> tuple[str, CatalogueAnswer]:
+def _answer(where: str, row: Mapping[str, object]) -> tuple[str, CatalogueAnswer]:
     """Return the catalogue and the answer of an object or of a row of a table. Raises UsageError."""
     if unknown := [name for name in row if name not in FIELDS]:
-        raise UsageError(f"{place}: unknown field {shorten(unknown[0])}: the fields are {', '.join(FIELDS)}")
+        raise UsageError(f"{where}: unknown field {shorten(unknown[0])}: the fields are {', '.join(FIELDS)}")
     text, tokens, own, name = (row.get(field) for field in FIELDS)
     if (text is None) == (tokens is None):
-        raise UsageError(f"{place}: give text or token_ids, one of them")
+        raise UsageError(f"{where}: give text or token_ids, one of them")
     if text is not None and not (isinstance(text, str) and text):
-        raise UsageError(f"{place}: text is {shorten(text)}, but must be a non-empty string")
+        raise UsageError(f"{where}: text is {shorten(text)}, but must be a non-empty string")
     if tokens is not None and not (isinstance(tokens, list) and all(type(token) is int for token in tokens)):
-        raise UsageError(f"{place}: token_ids is {shorten(tokens)}, but must be a list of integers")
+        raise UsageError(f"{where}: token_ids is {shorten(tokens)}, but must be a list of integers")
     if own is not None and (isinstance(own, bool) or not isinstance(own, str | int)):
-        raise UsageError(f"{place}: id is {shorten(own)}, but must be a string or an integer")
+        raise UsageError(f"{where}: id is {shorten(own)}, but must be a string or an integer")
     if name is not None and not (isinstance(name, str) and name):
-        raise UsageError(f"{place}: catalogue is {shorten(name)}, but must be a non-empty string")
+        raise UsageError(f"{where}: catalogue is {shorten(name)}, but must be a non-empty string")
     answer = CatalogueAnswer(
-        place, text, None if tokens is None else tuple(tokens), b"" if own is None else orjson.dumps(own)
+        where, text, None if tokens is None else tuple(tokens), b"" if own is None else orjson.dumps(own)
     )
     return name or "", answer

@@ -38,24 +38,28 @@ def compiled_paths(path: Path, key: str) -> list[Path]:
     return places
 
 
-def write_compiled(place: Path, key: str, catalogues: Mapping[str, Catalogue]) -> bool:
+def write_compiled(file: Path, key: str, catalogues: Mapping[str, Catalogue]) -> bool:
     """Write the compiled file. It appears under its name only when it is complete. Return False where it cannot be
     written."""
     about = [
-        (name, one.trie.fanout, [len(one.trie.keys), len(one), len(one), len(one.starts), len(one.ids)])
-        for name, one in catalogues.items()
+        (
+            name,
+            catalogue.trie.fanout,
+            [len(catalogue.trie.keys), len(catalogue), len(catalogue), len(catalogue.starts), len(catalogue.ids)],
+        )
+        for name, catalogue in catalogues.items()
     ]
-    arrays = [part for one in catalogues.values() for part in _arrays(one)]
+    arrays = [part for catalogue in catalogues.values() for part in _arrays(catalogue)]
     head = orjson.dumps({"version": VERSION, "key": key, "body": _checksum(arrays), "catalogues": about}) + b"\n"
-    unfinished = place.with_name(f"{place.name}.{os.getpid()}.part")
+    unfinished = file.with_name(f"{file.name}.{os.getpid()}.part")
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
         with unfinished.open("wb") as stream:
             stream.write(head)
             for part in arrays:
                 stream.write(bytes(-stream.tell() % ALIGNED))
                 stream.write(np.ascontiguousarray(part).data)
-        unfinished.replace(place)
+        unfinished.replace(file)
     except OSError:
         return False
     finally:  # whatever ended it: a run that is stopped here leaves no such file either
@@ -64,35 +68,35 @@ def write_compiled(place: Path, key: str, catalogues: Mapping[str, Catalogue]) -
     return True
 
 
-def _arrays(one: Catalogue) -> tuple[NDArray[np.int64] | NDArray[np.uint8], ...]:
+def _arrays(catalogue: Catalogue) -> tuple[NDArray[np.int64] | NDArray[np.uint8], ...]:
     """Return the arrays of a catalogue in the order in which they are written."""
-    return one.trie.keys, one.nodes, one.order, one.starts, one.ids
+    return catalogue.trie.keys, catalogue.nodes, catalogue.order, catalogue.starts, catalogue.ids
 
 
 def _checksum(arrays: Iterable[NDArray[np.int64] | NDArray[np.uint8]]) -> int:
-    found = 0
+    checksum = 0
     for part in arrays:
-        found = zlib.crc32(np.ascontiguousarray(part).data, found)
-    return found
+        checksum = zlib.crc32(np.ascontiguousarray(part).data, checksum)
+    return checksum
 
 
 class DamagedError(Exception):
     """Damage of a compiled file of this very catalogue. The message says what is wrong."""
 
 
-def read_compiled(place: Path, key: str, vocab_size: int, end: int) -> dict[str, Catalogue] | None:
+def read_compiled(file: Path, key: str, vocab_size: int, end: int) -> dict[str, Catalogue] | None:
     """Return the catalogues of a compiled file; None where there is no file, or where it was compiled from something
     else. end: token that ends an answer. Raises DamagedError."""
     ours = False
     try:
-        with place.open("rb") as stream:
+        with file.open("rb") as stream:
             line = stream.readline()
         head = orjson.loads(line)
         if head["version"] != VERSION or head["key"] != key:
             return None
-        ours, at, found = True, len(line), dict[str, Catalogue]()
+        ours, at, catalogues = True, len(line), dict[str, Catalogue]()
         # one map of the whole file: each would keep a file open, and a file may hold thousands of catalogues
-        whole = np.memmap(place, np.uint8, "r")
+        whole = np.memmap(file, np.uint8, "r")
         for name, fanout, counts in head["catalogues"]:
             parts = []
             for count, kind in zip(counts, (np.int64,) * 4 + (np.uint8,), strict=True):
@@ -103,56 +107,61 @@ def read_compiled(place: Path, key: str, vocab_size: int, end: int) -> dict[str,
                 parts.append(whole[at:past].view(kind))
                 at = past
             keys, nodes, order, starts, ids = parts
-            found[name] = Catalogue(Trie(keys, tuple(fanout), nodes, vocab_size), nodes, order, starts, ids)
+            catalogues[name] = Catalogue(Trie(keys, tuple(fanout), nodes, vocab_size), nodes, order, starts, ids)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         if ours:
             raise DamagedError("its first line is wrong") from None
         return None
-    if head.get("body") != _checksum(part for one in found.values() for part in _arrays(one)):
+    if head.get("body") != _checksum(part for catalogue in catalogues.values() for part in _arrays(catalogue)):
         raise DamagedError("its checksum is another")
-    for one in found.values():
-        if fault := _fault(one, end):
+    for catalogue in catalogues.values():
+        if fault := _fault(catalogue, end):
             raise DamagedError(fault)
-    return found
+    return catalogues
 
 
-def _fault(one: Catalogue, end: int) -> str | None:
+def _fault(catalogue: Catalogue, end: int) -> str | None:
     """Return what is out of range or out of order in a catalogue that was read from a file; None where nothing is."""
-    keys, count = one.trie.keys, len(one.nodes)
-    stride = one.trie.vocab_size + 1
+    keys, count = catalogue.trie.keys, len(catalogue.nodes)
+    stride = catalogue.trie.vocab_size + 1
     if not len(keys) or keys[0] != -1 or np.any(keys[1:] <= keys[:-1]):
         return "keys do not ascend"
     parents, tokens = np.divmod(keys[1:], stride)
-    if np.any(parents > np.arange(len(parents))) or np.any(tokens >= one.trie.vocab_size):
+    if np.any(parents > np.arange(len(parents))) or np.any(tokens >= catalogue.trie.vocab_size):
         return "a key names a node or a token that there is not"
     leaves = np.ones(len(keys), dtype=np.bool_)
     leaves[parents] = False
-    if not np.array_equal(one.nodes, np.flatnonzero(leaves)) or np.any(tokens[one.nodes - 1] != end):
+    if not np.array_equal(catalogue.nodes, np.flatnonzero(leaves)) or np.any(tokens[catalogue.nodes - 1] != end):
         return "answers do not end at the leaves"
-    if one.trie.fanout != _fanout(parents):
+    if catalogue.trie.fanout != _fanout(parents):
         return "fanout is wrong"
-    if not np.array_equal(np.sort(one.order), np.arange(count)):
+    if not np.array_equal(np.sort(catalogue.order), np.arange(count)):
         return "order is no permutation"
-    starts = one.starts
-    if len(starts) != count + 1 or starts[0] != 0 or starts[-1] != len(one.ids) or np.any(starts[1:] < starts[:-1]):
+    starts = catalogue.starts
+    if (
+        len(starts) != count + 1
+        or starts[0] != 0
+        or starts[-1] != len(catalogue.ids)
+        or np.any(starts[1:] < starts[:-1])
+    ):
         return "starts do not ascend through ids"
-    ids = one.ids.tobytes()
+    ids = catalogue.ids.tobytes()
     for first, past in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
         try:
-            known = orjson.loads(ids[first:past]) if past > first else 0
+            answer_id = orjson.loads(ids[first:past]) if past > first else 0
         except orjson.JSONDecodeError:
-            known = None
-        if isinstance(known, bool) or not isinstance(known, str | int):
+            answer_id = None
+        if isinstance(answer_id, bool) or not isinstance(answer_id, str | int):
             return "an id is no JSON string or integer"
     return None
 
 
 def _fanout(parents: NDArray[np.int64]) -> tuple[int, ...]:
     """Return the most children of a node in each layer. parents: [S - 1] of all nodes but the root, ascending."""
-    found, start, past = [], 0, 1  # nodes of a layer
+    fanout, start, past = [], 0, 1  # nodes of a layer
     while start < past:
         first, last = np.searchsorted(parents, (start, past))  # their children, which make the next layer
         if first < last:
-            found.append(int(np.unique(parents[first:last], return_counts=True)[1].max()))
+            fanout.append(int(np.unique(parents[first:last], return_counts=True)[1].max()))
         start, past = past, past + int(last - first)
-    return tuple(found)
+    return tuple(fanout)

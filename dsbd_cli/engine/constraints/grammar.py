@@ -120,8 +120,8 @@ class GrammarState:
     def after(self, token: int) -> GrammarState | None:
         """Return the state one token on; None after a token that may not follow. After an end token nothing may
         follow."""
-        found = self._after.get(token)
-        if found is None:
+        state = self._after.get(token)
+        if state is None:
             if not self.allows(token):
                 return None
             matcher = None
@@ -131,8 +131,8 @@ class GrammarState:
                 matcher.consume_token(token)  # an error, such as a limit that is passed, stays with the matcher
             left = None if self._tokens_left is None else self._tokens_left - 1
             _ = self.led  # which says when it is to be looked at next
-            found = self._after[token] = GrammarState(matcher, self._origin, left, self, token)
-        return found
+            state = self._after[token] = GrammarState(matcher, self._origin, left, self, token)
+        return state
 
     def allows(self, token: int) -> bool:
         """Return whether the token may follow."""
@@ -166,29 +166,29 @@ class GrammarState:
         left = self._tokens_left
         if not left or self._check is None or left > self._check:
             return False
-        known = self.completion
-        if known is None:
+        completion = self.completion
+        if completion is None:
             self._check = left // 2  # a search takes long where it finds nothing
             return False
-        if len(known) > left:  # nor will it be shorter after fewer tokens
+        if len(completion) > left:  # nor will it be shorter after fewer tokens
             self._check = None
             return False
-        free = self._origin.bounds.unchecked(left, len(known), self._place.levels)
+        free = self._origin.bounds.unchecked(left, len(completion), self._place.levels)
         self._check = left - free
         return not free
 
     @property
     def completion(self) -> Tokens | None:
         """Tokens that make the text whole, the first of which may follow; None where none are known."""
-        known = self._completion
-        if self._searched or (known is not None and (not known or self.allows(known[0]))):
-            return known
+        completion = self._completion
+        if self._searched or (completion is not None and (not completion or self.allows(completion[0]))):
+            return completion
         self._searched = True
         text = self._text_end()
-        found = None if text is None else self._origin.ends.find(text, self._tokens_left)
-        if found is None and text is not None:
-            found = self._origin.ends.find(text)
-        self._completion = found if found is None or not found or self.allows(found[0]) else None
+        completion = None if text is None else self._origin.ends.find(text, self._tokens_left)
+        if completion is None and text is not None:
+            completion = self._origin.ends.find(text)
+        self._completion = completion if completion is None or not completion or self.allows(completion[0]) else None
         return self._completion
 
     def _text_end(self) -> TextEnd | None:
@@ -209,20 +209,20 @@ class GrammarState:
         return self._completions_after[token]
 
     def _find_completion_after(self, token: int) -> Tokens | None:
-        ends, known, text, left = self._origin.ends, self._completion, self._text_end(), self._tokens_left
+        ends, completion, text, left = self._origin.ends, self._completion, self._text_end(), self._tokens_left
         assert text is not None
-        assert known is not None
+        assert completion is not None
         assert left is not None
         if token in self._origin.eos:
             return ()
-        if known and token == known[0]:
-            return known[1:]
+        if completion and token == completion[0]:
+            return completion[1:]
         # mostly the token takes the place of the completion's first token, comes before it, or skips some of it
-        for first in (1, 0, *range(2, MOST_SKIPPED), len(known)):
-            rest = known[first:]
-            if first <= len(known) and len(rest) < left and ends.ends(text.matcher, token, rest):
+        for first in (1, 0, *range(2, MOST_SKIPPED), len(completion)):
+            rest = completion[first:]
+            if first <= len(completion) and len(rest) < left and ends.ends(text.matcher, token, rest):
                 return rest
-        return ends.find_after(text, token, known, left - 1) if left > 1 else None
+        return ends.find_after(text, token, completion, left - 1) if left > 1 else None
 
     @property
     def mask_within_limit(self) -> Mask | None:
@@ -247,10 +247,10 @@ class GrammarState:
         last = np.partition(logprobs, -min(MOST_CHECKED, len(logprobs)))[-min(MOST_CHECKED, len(logprobs))]
         looked = np.flatnonzero((logprobs >= last) & (logprobs > -np.inf)).tolist()
         assert self._completion is not None, "it is led"
-        found = np.zeros(len(logprobs), dtype=np.bool_)
-        looked += [token for token in self._completion[:1] if token < len(found)]  # a draft may lack it
-        found[[token for token in looked if self.completion_after(token) is not None]] = True
-        return found
+        fits = np.zeros(len(logprobs), dtype=np.bool_)
+        looked += [token for token in self._completion[:1] if token < len(fits)]  # a draft may lack it
+        fits[[token for token in looked if self.completion_after(token) is not None]] = True
+        return fits
 
     def following(self, most: int) -> list[int] | None:
         """Return the tokens that may follow, without end tokens, ascending; None where there are more than `most`. They
@@ -271,8 +271,8 @@ def _tokens(mask: Mask, most: int) -> list[int] | None:
     words = np.flatnonzero(bits)
     if len(words) > most:  # each word that is not 0 has a token or more
         return None
-    place, bit = np.nonzero(np.unpackbits(bits[words].view(np.uint8), bitorder="little").reshape(len(words), 32))
-    return (words[place] * 32 + bit).tolist() if len(place) <= most else None
+    word, bit = np.nonzero(np.unpackbits(bits[words].view(np.uint8), bitorder="little").reshape(len(words), 32))
+    return (words[word] * 32 + bit).tolist() if len(word) <= most else None
 
 
 class GrammarCompiler:
@@ -313,13 +313,13 @@ class GrammarCompiler:
         return faults[0] if faults else None
 
     def _compiled(self, grammar: Grammar) -> tuple[LLMatcher, _SharedGrammar]:
-        found = self._known.get(grammar)
-        if found is None:
-            found = self._compile(grammar)
+        compiled = self._known.get(grammar)
+        if compiled is None:
+            compiled = self._compile(grammar)
             while len(self._known) >= MOST_KEPT:
                 del self._known[next(iter(self._known))]
-            self._known[grammar] = found
-        return found
+            self._known[grammar] = compiled
+        return compiled
 
     def _compile(self, grammar: Grammar) -> tuple[LLMatcher, _SharedGrammar]:
         from llguidance import LLMatcher
@@ -361,7 +361,7 @@ def _spelled(source: str, tokenizer: LLTokenizer) -> str:
     """Return a Lark grammar with the texts of tokens in the place of their ids, which the vocabulary of bytes lacks."""
     return re.sub(
         r"<\[([0-9]+)\]>",
-        lambda found: json.dumps(tokenizer.decode_bytes([int(found[1])]).decode(errors="replace")),
+        lambda match: json.dumps(tokenizer.decode_bytes([int(match[1])]).decode(errors="replace")),
         source,
     )
 
@@ -423,15 +423,17 @@ class GrammarStep:
     def step(self, state: Tensor, tokens: Tensor) -> Tensor:
         """Return the states after the tokens; DEAD where a grammar does not allow one."""
         numbers, following = torch.stack((state, tokens)).tolist()
-        found = [[self._step(*pair) for pair in zip(*row, strict=True)] for row in zip(numbers, following, strict=True)]
-        return torch.tensor(found, dtype=torch.int64, device=state.device).view_as(state)
+        states = [
+            [self._step(*pair) for pair in zip(*row, strict=True)] for row in zip(numbers, following, strict=True)
+        ]
+        return torch.tensor(states, dtype=torch.int64, device=state.device).view_as(state)
 
     def _step(self, number: int, token: int) -> int:
         if number >= FREE:
             return number
         here = self.table.at(number)
-        found = None if here is None else here.after(token)
-        return DEAD if found is None else self.table.add(found)
+        following = None if here is None else here.after(token)
+        return DEAD if following is None else self.table.add(following)
 
     def of(self, nodes: NodePaths) -> GrammarMasks:
         """Return the masks of these nodes. They are computed while the caller goes on."""
@@ -476,8 +478,8 @@ def _filled(states: Sequence[GrammarState | None], free: Sequence[bool], words: 
             mask[:] = -1
         elif state is not None:
             narrow = state.mask_within_limit
-            known = (state.mask if narrow is None else narrow)[:words]
-            mask[: len(known)] = known
+            row_mask = (state.mask if narrow is None else narrow)[:words]
+            mask[: len(row_mask)] = row_mask
     return masks
 
 
@@ -512,13 +514,13 @@ def _longest_tokens(codec: TextCodec, vocab_size: int, eos_id: int):  # type: ig
             self.tokens = [text or b"\xff[%d]" % token for token, text in enumerate(tokens)]
 
         def __call__(self, text: bytes | str) -> list[int]:
-            rest, found = text.encode() if isinstance(text, str) else text, []
+            rest, pieces = text.encode() if isinstance(text, str) else text, []
             while rest:
                 size = next((size for size in range(min(longest, len(rest)), 0, -1) if rest[:size] in ids), 0)
                 if not size:
                     break
-                found.append(ids[rest[:size]])
+                pieces.append(ids[rest[:size]])
                 rest = rest[size:]
-            return found
+            return pieces
 
     return TokenizerWrapper(TokenizerAdapter())

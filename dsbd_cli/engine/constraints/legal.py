@@ -129,34 +129,34 @@ class Legal:
     @property
     def key(self) -> Hashable:
         """Keys of all constraints, see ActiveConstraint."""
-        return tuple(one.key for one in self.constraints)
+        return tuple(constraint.key for constraint in self.constraints)
 
     @property
     def on_host(self) -> bool:
         """True where some constraint reads the forest on the host, so that the iteration cannot be captured."""
-        return any(one.on_host for one in self.constraints)
+        return any(constraint.on_host for constraint in self.constraints)
 
     def step(self, state: Tensor, tokens: Tensor) -> Tensor:
         """Return the states after the tokens, [R, n] int64 each; DEAD where a token is illegal."""
-        for one in self.constraints:
-            state = one.step(state, tokens)
+        for constraint in self.constraints:
+            state = constraint.step(state, tokens)
         return state
 
     def of(self, nodes: NodePaths) -> LegalTokens:
         """Return which tokens may follow these nodes."""
-        rules = [one.of(nodes) for one in self.constraints]
+        rules = [constraint.of(nodes) for constraint in self.constraints]
         return rules[0] if len(rules) == 1 else _CombinedConstraint(rules)
 
     def changes(self, nodes: NodePaths) -> LegalTokens | None:
         """Return what changes the log-probabilities of legal tokens after these nodes; None where nothing does."""
-        return next((one.of(nodes) for one in self.constraints if one.changes), None)
+        return next((constraint.of(nodes) for constraint in self.constraints if constraint.changes), None)
 
 
 def acting(constraints: Sequence[Constraint], starts: Sequence[int | None], generated: int) -> Legal | None:
     """Return the constraints that concern some row of a batch; None where there are none, so that nothing is
     computed."""
-    found = [one for each in constraints if (one := each.acting(starts, generated)) is not None]
-    return Legal(tuple(found)) if found else None
+    acting_now = [active for each in constraints if (active := each.acting(starts, generated)) is not None]
+    return Legal(tuple(acting_now)) if acting_now else None
 
 
 @dataclass(frozen=True, slots=True)

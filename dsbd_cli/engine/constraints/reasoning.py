@@ -67,16 +67,16 @@ def _walk(states: np.ndarray, state: int, read: bytes) -> int:
 
 def _undecided(goto: np.ndarray, complete: np.ndarray, begin: bytes) -> list[tuple[int, int]]:
     """Return the states of a text that may still be the first mark: (bytes of the mark, state of the stop strings)."""
-    found = [(0, 0)]
-    for matched, stop in found:  # it grows
+    starts = [(0, 0)]
+    for matched, stop in starts:  # it grows
         following = [(byte, 0) for byte in WHITESPACE_BYTES] if not matched else []
         if matched + 1 < len(begin):
             following.append((begin[matched], matched + 1))
         for byte, then in following:
             state = then, _after(goto, complete, stop, byte)
-            if state not in found:
-                found.append(state)
-    return found
+            if state not in starts:
+                starts.append(state)
+    return starts
 
 
 def _after(goto: np.ndarray, complete: np.ndarray, stop: int, byte: int) -> int:

@@ -168,9 +168,9 @@ class StopTable:
 
     def _room(self, size: int) -> int:
         """Take `size` rows that are free, and return the first."""
-        for place, (first, count) in enumerate(self._free):
+        for index, (first, count) in enumerate(self._free):
             if count >= size:
-                self._free[place] = first + size, count - size
+                self._free[index] = first + size, count - size
                 return first
         self._states += size
         if self._states > len(self.table):
@@ -218,5 +218,5 @@ def find_stop(written: bytes, stops: Sequence[str]) -> tuple[int, int] | None:
     """Return where the stop string that is complete first begins and ends, of several the longest; None where there is
     none."""
     places = [(written.find(stop.encode()), len(stop.encode())) for stop in stops]
-    found = [(start + size, start) for start, size in places if start >= 0]
-    return min(found)[::-1] if found else None
+    ends = [(start + size, start) for start, size in places if start >= 0]
+    return min(ends)[::-1] if ends else None

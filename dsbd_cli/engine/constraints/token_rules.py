@@ -328,20 +328,20 @@ def _normalise(logprobs: Tensor, which: Tensor) -> None:
 def _add(logprobs: Tensor, token: Tensor, number: Tensor) -> None:
     """Add numbers [k, B] to tokens [k, B] in place. A token occurs once with a number other than 0. Tokens that a draft
     lacks are left out."""
-    known = (token >= 0) & (token < logprobs.shape[1])
-    logprobs.scatter_add_(1, torch.where(known, token, 0), torch.where(known, number, 0.0))
+    in_vocabulary = (token >= 0) & (token < logprobs.shape[1])
+    logprobs.scatter_add_(1, torch.where(in_vocabulary, token, 0), torch.where(in_vocabulary, number, 0.0))
 
 
 def _penalise(logprobs: Tensor, text: Tensor, penalty: Tensor, shift: Tensor) -> None:
     """Apply the penalty [k, 1] to all tokens in the text [k, X]: values below 0 are multiplied by it, others divided.
     shift: [k, 1], what makes values of log-probabilities: 0, or what was taken from the logits."""
-    known = torch.where((text >= 0) & (text < logprobs.shape[1]), text, text[:, :1])
-    known = known.clamp(0, logprobs.shape[1] - 1)
-    before = logprobs.gather(1, known)
+    tokens = torch.where((text >= 0) & (text < logprobs.shape[1]), text, text[:, :1])
+    tokens = tokens.clamp(0, logprobs.shape[1] - 1)
+    before = logprobs.gather(1, tokens)
     value = before + shift
     value = torch.where(value < 0, value * penalty, value / penalty)
     # a row without a penalty keeps its bits
-    logprobs.scatter_(1, known, torch.where(penalty == 1, before, value - shift))
+    logprobs.scatter_(1, tokens, torch.where(penalty == 1, before, value - shift))
 
 
 def _subtract(logprobs: Tensor, counted: Tensor, presence: Tensor, frequency: Tensor) -> None:
@@ -390,8 +390,8 @@ def _time_facts(text: Tensor, length: Tensor, first: int) -> Tensor:
     first: the first timestamp token."""
     at = torch.arange(text.shape[1], device=text.device)
     times = (text >= first) & (at < length.unsqueeze(1))
-    place = torch.where(times, at, -1).amax(1, keepdim=True)
-    latest = torch.where(place < 0, NO_TOKEN, text.gather(1, place.clamp(min=0))).squeeze(1)
+    position = torch.where(times, at, -1).amax(1, keepdim=True)
+    latest = torch.where(position < 0, NO_TOKEN, text.gather(1, position.clamp(min=0))).squeeze(1)
     ends = torch.stack((length - 1, length - 2), 1)
     last, before = times.gather(1, ends.clamp(min=0)).unbind(1)
     return torch.stack((last & (length > 0), before | (length < 2), latest), 1)

@@ -47,8 +47,8 @@ class Trie:
         """Return the tokens that may follow a node, ascending."""
         first_key = node * (self.vocab_size + 1)
         first, past = np.searchsorted(self.keys, (first_key, first_key + self.vocab_size))
-        found: list[int] = (self.keys[first:past] - first_key).tolist()
-        return found
+        children: list[int] = (self.keys[first:past] - first_key).tolist()
+        return children
 
     def find(self, tokens: Sequence[int]) -> int | None:
         """Return the node that these tokens lead to; None where there is none."""
@@ -70,11 +70,11 @@ def build_trie(tokens: Ids, lengths: Ids, vocab_size: int) -> Trie:
     keys, fanout = [np.array([-1], dtype=np.int64)], []
     going = np.flatnonzero(lengths > 0)
     while len(going):
-        found, place = np.unique(node[going] * stride + tokens[starts[going] + layer], return_inverse=True)
-        node[going] = size + place
-        keys.append(found)
-        fanout.append(int(np.unique(found // stride, return_counts=True)[1].max()))
-        size, layer = size + len(found), layer + 1
+        unique_keys, index = np.unique(node[going] * stride + tokens[starts[going] + layer], return_inverse=True)
+        node[going] = size + index
+        keys.append(unique_keys)
+        fanout.append(int(np.unique(unique_keys // stride, return_counts=True)[1].max()))
+        size, layer = size + len(unique_keys), layer + 1
         going = going[lengths[going] > layer]
     return Trie(np.concatenate(keys), tuple(fanout), node, vocab_size)
 

@@ -99,8 +99,8 @@ def top_candidates(
     if legal is not None:
         return _legal_candidates(logits, wanted, legal, ops)
     count = min(wanted.count, logits.shape[-1])
-    if wanted.own is None and (found := ops.candidates(logits, count)) is not None:
-        return Candidates(*found, full=count == logits.shape[-1])
+    if wanted.own is None and (candidates := ops.candidates(logits, count)) is not None:
+        return Candidates(*candidates, full=count == logits.shape[-1])
     rows = logits.flatten(0, -2)
     size = max(1, LOGITS_PER_PART // logits.shape[-1]) if logits.device.type == "cpu" else len(rows)
     if wanted.own is None:
@@ -165,13 +165,13 @@ def _maxima_and_total(logits: Tensor, ops: Ops) -> tuple[Tensor, Tensor, Tensor]
     size = max(1, rows)
     if logits.device.type == "cpu" and (ops.log_total is reference.log_total or logits.dtype != torch.float32):
         size = max(2, SWEEP_LOGITS_PER_THREAD * torch.get_num_threads() // vocabulary)  # otherwise nothing is copied
-    found = []
+    parts = []
     for part in torch.split(logits, size):
         values = part.to(torch.float32)
         maxima = values[:, :edge].view(len(values), -1, BLOCKS[0]).amax(-1)
         highest = torch.cat((maxima, values[:, edge:]), 1).amax(-1, keepdim=True)
-        found.append((maxima, highest, ops.log_total(values, highest)))
-    maxima, highest, total = (part[0] if len(part) == 1 else torch.cat(part) for part in zip(*found, strict=True))
+        parts.append((maxima, highest, ops.log_total(values, highest)))
+    maxima, highest, total = (part[0] if len(part) == 1 else torch.cat(part) for part in zip(*parts, strict=True))
     return maxima, highest, total
 
 
@@ -187,13 +187,13 @@ def _legal_candidates(logits: Tensor, wanted: CandidateCount, legal: LegalTokens
         values = rows[part].to(torch.float32)
         highest = values.amax(-1, keepdim=True)
         total = ops.log_total(values, highest)
-        found = legal.listed(part) if wanted.count < vocabulary else None
-        if found is None:
+        candidates = legal.listed(part) if wanted.count < vocabulary else None
+        if candidates is None:
             logprobs = (values - highest).sub_(total)
             legal.apply(logprobs, part, highest + total)
             columns = torch.arange(vocabulary, device=values.device).expand_as(values)
         else:
-            columns, real = found
+            columns, real = candidates
             real = real & (columns < vocabulary)
             columns = columns.clamp(max=vocabulary - 1)
             logprobs = (values.gather(1, columns) - highest).sub_(total).masked_fill_(~real, NEG_INF)

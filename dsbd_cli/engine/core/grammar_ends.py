@@ -106,11 +106,11 @@ class EndFinder:
                 return tokens
         return None
 
-    def find_after(self, text: TextEnd, token: int, known: Tokens, room: int) -> Tokens | None:
+    def find_after(self, text: TextEnd, token: int, begun: Tokens, room: int) -> Tokens | None:
         """Do the same for the text with one more token. known: tokens that complete the text without that token. In
         most cases the token ends with the beginning of this completion. Then the rest of it is a completion, and
         nothing is searched. Return None where the token may not follow."""
-        spelled, completion = self.speller.bytes_of(token), b"".join(map(self.speller.bytes_of, known))
+        spelled, completion = self.speller.bytes_of(token), b"".join(map(self.speller.bytes_of, begun))
         by_bytes = text.by_bytes.deep_copy()
         if not by_bytes.consume_tokens(list(spelled)):
             return None
@@ -150,10 +150,12 @@ class EndFinder:
             is_found = True
             yield pieced
         places = [text.place] if text.place.known else [text.place, JsonPlace()]
-        for place in places:
-            for found in () if is_found and not text.place.known else shortest(text.by_bytes, place, _is_whole, states):
+        for position in places:
+            for ending in (
+                () if is_found and not text.place.known else shortest(text.by_bytes, position, _is_whole, states)
+            ):
                 is_found = True
-                yield found
+                yield ending
         if not is_found and (first := _first_bytes(text.by_bytes)) is not None:
             yield first
 
@@ -162,14 +164,18 @@ class EndFinder:
         ended, then what it stands in, container by container. None where the pieces do not fit."""
         if self._pieces is None:
             return None
-        matcher, place, completion = text.by_bytes.deep_copy(), text.place, b""
+        matcher, position, completion = text.by_bytes.deep_copy(), text.place, b""
         while not matcher.is_accepting():
-            more = b"" if place.quoted else next(filter(None, (_fitting(matcher, one) for one in self._pieces)), b"")
+            more = (
+                b""
+                if position.quoted
+                else next(filter(None, (_fitting(matcher, piece) for piece in self._pieces)), b"")
+            )
             if not more:
-                more = matcher.compute_ff_bytes() or next(shortest(matcher, place, _is_unquoted), b"")
+                more = matcher.compute_ff_bytes() or next(shortest(matcher, position, _is_unquoted), b"")
             if not more or len(completion) > MOST_BYTES or not matcher.consume_tokens(list(more)):
                 return None
-            completion, place = completion + more, place.after(more)
+            completion, position = completion + more, position.after(more)
         return completion
 
 
@@ -177,17 +183,19 @@ Pieces = dict[tuple[int, ...], list[list[int]]]  # bytes of texts by their begin
 
 
 def _by_beginning(texts: Sequence[str]) -> Pieces:
-    found: Pieces = {}
+    by_beginning: Pieces = {}
     for text in texts:
         content = list(text.encode())
-        found.setdefault(tuple(content[:BEGINNING]), []).append(content)
-    return found
+        by_beginning.setdefault(tuple(content[:BEGINNING]), []).append(content)
+    return by_beginning
 
 
 def _fitting(matcher: LLMatcher, pieces: Pieces) -> bytes | None:
     """Return the shortest of the pieces that may follow; None where none may."""
-    begun = [one for start, of in pieces.items() if matcher.validate_tokens(list(start)) == len(start) for one in of]
-    fitting = (one for one in begun if matcher.validate_tokens(one) == len(one))
+    begun = [
+        piece for start, of in pieces.items() if matcher.validate_tokens(list(start)) == len(start) for piece in of
+    ]
+    fitting = (piece for piece in begun if matcher.validate_tokens(piece) == len(piece))
     return bytes(min(fitting, key=len, default=[])) or None
 
 
@@ -197,9 +205,9 @@ def _led_back(text: TextEnd, completion: bytes) -> Iterator[bytes]:
 
     def ends_with(matcher: LLMatcher) -> bytes | None:
         rests = (completion, completion[1:])
-        return next((one for one in rests if matcher.validate_tokens([*one, BYTES_END]) == len(one) + 1), None)
+        return next((rest for rest in rests if matcher.validate_tokens([*rest, BYTES_END]) == len(rest) + 1), None)
 
-    def done(matcher: LLMatcher, place: JsonPlace) -> bool:
+    def done(matcher: LLMatcher, position: JsonPlace) -> bool:
         return ends_with(matcher) is not None
 
     for more in shortest(text.by_bytes, text.place, done, MOST_BACK):
@@ -208,16 +216,16 @@ def _led_back(text: TextEnd, completion: bytes) -> Iterator[bytes]:
         yield more + (ends_with(matcher) or b"")
 
 
-def _is_whole(matcher: LLMatcher, place: JsonPlace) -> bool:
+def _is_whole(matcher: LLMatcher, position: JsonPlace) -> bool:
     return matcher.is_accepting()
 
 
-def _is_unquoted(matcher: LLMatcher, place: JsonPlace) -> bool:
-    return not place.quoted
+def _is_unquoted(matcher: LLMatcher, position: JsonPlace) -> bool:
+    return not position.quoted
 
 
 def shortest(
-    start: LLMatcher, place: JsonPlace, done: Callable[[LLMatcher, JsonPlace], bool], states: int = MOST_STATES
+    start: LLMatcher, position: JsonPlace, done: Callable[[LLMatcher, JsonPlace], bool], states: int = MOST_STATES
 ) -> Iterator[bytes]:
     """Yield bytes after which a text is done, the fewest first, and then others that are little longer.
 
@@ -225,7 +233,7 @@ def shortest(
     """
     order, looked, most = 0, 0, MOST_BYTES
     kept: dict[object, int] = {}
-    waiting = [(place.levels, 0, order, start, b"", b"", place)]
+    waiting = [(position.levels, 0, order, start, b"", b"", position)]
     while waiting and looked < states:
         bound, _, _, before, more, text, here = heapq.heappop(waiting)
         if bound > most:
@@ -280,5 +288,5 @@ def shortest_scalar(schema: dict[str, object]) -> str | None:
     matcher = LLMatcher(byte_tokenizer(), source, log_level=0, limits=parser_limits())
     if matcher.is_error():
         return None
-    found = next(shortest(matcher, JsonPlace(), _is_whole), None) or _first_bytes(matcher)
-    return None if found is None else found.decode(errors="replace")
+    scalar = next(shortest(matcher, JsonPlace(), _is_whole), None) or _first_bytes(matcher)
+    return None if scalar is None else scalar.decode(errors="replace")

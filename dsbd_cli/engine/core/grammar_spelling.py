@@ -43,15 +43,15 @@ class Speller:
         Where the grammar forces bytes, llguidance allows only the tokens that the tokenizer makes of them. Elsewhere
         the fewest tokens for the rest of the text are taken, the longest first.
         """
-        tokens, place, sizes = list[int](), 0, self._ways(text)[1]
-        while place < len(text):
+        tokens, start, sizes = list[int](), 0, self._ways(text)[1]
+        while start < len(text):
             forced = position.compute_ff_tokens()[:1]
-            token = forced[0] if forced else self._token_of.get(text[place : place + sizes[place]])
+            token = forced[0] if forced else self._token_of.get(text[start : start + sizes[start]])
             spelled = b"" if token is None else self.bytes_of(token)
-            if token is None or not text.startswith(spelled, place) or not position.consume_token(token):
+            if token is None or not text.startswith(spelled, start) or not position.consume_token(token):
                 return None
             tokens.append(token)
-            place += len(spelled)
+            start += len(spelled)
         return tuple(tokens) if not position.is_error() and position.is_accepting() else None
 
     def least(self, text: str) -> int:
@@ -70,12 +70,12 @@ class Speller:
         """Return for each place in the text, and its end, the fewest tokens from there on, UNSPELLED or more where
         there are none, and the size of the first one in bytes."""
         counts, sizes = [0] * (len(text) + 1), [0] * (len(text) + 1)
-        for place in range(len(text) - 1, -1, -1):
-            counts[place] = UNSPELLED
-            for size in range(min(self._longest, len(text) - place), 0, -1):
-                count = counts[place + size] + 1
-                if count < counts[place] and text[place : place + size] in self._token_of:
-                    counts[place], sizes[place] = count, size
+        for start in range(len(text) - 1, -1, -1):
+            counts[start] = UNSPELLED
+            for size in range(min(self._longest, len(text) - start), 0, -1):
+                count = counts[start + size] + 1
+                if count < counts[start] and text[start : start + size] in self._token_of:
+                    counts[start], sizes[start] = count, size
         return counts, sizes
 
     def opened(self, *, nested: bool) -> int:

@@ -50,7 +50,7 @@ class DryEngine:
 
     def _results(self, batch: list[Request | RowError]) -> Iterator[RequestResult]:
         prompts = [request.prompt for request in batch if isinstance(request, Request) and request.prompt is not None]
-        known = self._read_ahead([prompt for prompt in prompts if len(prompt) <= MOST_CHARACTERS])
+        encoded = self._read_ahead([prompt for prompt in prompts if len(prompt) <= MOST_CHARACTERS])
         for number, request in enumerate(batch):
             if isinstance(request, RowError):
                 yield RequestResult(Request(""), (), 0, RequestStats(), request)
@@ -61,7 +61,7 @@ class DryEngine:
                 job = self._encoder.job(number, request)
                 tokens, cut = len(job.prompt), job.truncated
             except PromptTooLongError as failed:
-                error, tokens = failed, len(known.get(request.prompt or "", ()))
+                error, tokens = failed, len(encoded.get(request.prompt or "", ()))
             except RowError as failed:
                 error = failed
             yield RequestResult(request, (), tokens, RequestStats(), error, cut)

@@ -101,8 +101,8 @@ class Encoder:
         if catalogue is None:
             return None
         if sampling.stop:
-            given = shorten(list(sampling.stop))
-            raise InvalidRowError(f"stop is {given}, but allow says where an answer ends: drop it")
+            stops = shorten(list(sampling.stop))
+            raise InvalidRowError(f"stop is {stops}, but allow says where an answer ends: drop it")
         if sampling.max_new_tokens < catalogue.trie.longest:
             raise InvalidRowError(
                 f"max_new_tokens is {sampling.max_new_tokens}, but the longest allowed answer has "
@@ -114,7 +114,7 @@ class Encoder:
         if isinstance(allow, tuple):
             if (letters := sum(map(len, allow))) > MOST_LETTERS:
                 raise InvalidRowError(f"allow has {letters} letters in all, but a row's allow may have {MOST_LETTERS}")
-            answers = [CatalogueAnswer(f"allow[{place}]", text=text) for place, text in enumerate(allow)]
+            answers = [CatalogueAnswer(f"allow[{number}]", text=text) for number, text in enumerate(allow)]
             try:
                 return CatalogueCompiler(self.codec, self.target.vocab_size).compile(answers)
             except UsageError as error:
@@ -126,8 +126,8 @@ class Encoder:
         names = shown_names(sorted(filter(None, self.catalogues)))
         if allow is None:
             raise InvalidRowError(f"allow is not given, but the catalogues have names: give one of {names}")
-        known = f"the catalogues are {names}" if names else "no catalogue has a name"
-        raise InvalidRowError(f"allow is {shorten(allow)}, but {known}")
+        available = f"the catalogues are {names}" if names else "no catalogue has a name"
+        raise InvalidRowError(f"allow is {shorten(allow)}, but {available}")
 
     def job(self, number: int, request: Request) -> RequestState:
         """Return the state of a request that can be decoded. Raises RowError where it cannot be."""
@@ -177,8 +177,8 @@ class Encoder:
         most = self._most_characters(text, limit, limit_text, asked.truncate_prompt_tokens)
         cut = most is not None and request.prompt is not None and not is_image
         self._check_source_ids(request.prompt_ids or ())  # first, because a tensor holds no larger ones
-        found = codec.encoder_input(replace(request, prompt=text[-(most or 0) :]) if cut else request)
-        encoder_input, prompt, dropped = found.encoder_input, found.prompt, 0
+        encoded = codec.encoder_input(replace(request, prompt=text[-(most or 0) :]) if cut else request)
+        encoder_input, prompt, dropped = encoded.encoder_input, encoded.prompt, 0
         self._check(request, prompt)
         if not encoder_input.is_floating_point():
             if not len(encoder_input):
@@ -193,15 +193,15 @@ class Encoder:
                 f"the answer's first {len(prompt)} tokens and max_new_tokens {new} make {len(prompt) + new}, but the "
                 f"{role}'s decoder has {limit} positions"
             )
-        job.prompt, job.truncated, job.encoder_input, job.prefix = prompt, dropped, encoder_input, found.prefix
-        job.listen = found.listen
+        job.prompt, job.truncated, job.encoder_input, job.prefix = prompt, dropped, encoder_input, encoded.prefix
+        job.listen = encoded.listen
         job.source_tokens = self.readers[0][0].encoder_places(encoder_input) if is_image else encoder_input.shape[-1]
-        job.rules = self._rules.of(request.sampling, "checkpoint", prompt, found.forced)
+        job.rules = self._rules.of(request.sampling, "checkpoint", prompt, encoded.forced)
         forced = job.rules.forced_bos_token_id
         if forced is not None and len(prompt) == 1 and (job.catalogue is not None or job.grammar is not None):
-            given = "allow" if job.catalogue is not None else "grammar"
+            field = "allow" if job.catalogue is not None else "grammar"
             raise InvalidRowError(
-                f"{given} says how an answer begins, but so does token_rules (forced_bos_token_id {forced}): switch it "
+                f"{field} says how an answer begins, but so does token_rules (forced_bos_token_id {forced}): switch it "
                 "off with forced_bos_token_id=none"
             )
 
@@ -268,9 +268,9 @@ class Encoder:
         # under a grammar further tokens may end a text early, as stop strings may
         bound = _binding(job)
         if bound is not None and (bound == "allow" or not ends > checkpoint):
-            given = {"ignore_eos": sampling.ignore_eos, **{name: list(ids) for name, ids in asked.items()}}
-            name = next(name for name, value in given.items() if value)
-            raise InvalidRowError(f"{name} is {shorten(given[name])}, but {bound} says where an answer ends: drop it")
+            options = {"ignore_eos": sampling.ignore_eos, **{name: list(ids) for name, ids in asked.items()}}
+            name = next(name for name, value in options.items() if value)
+            raise InvalidRowError(f"{name} is {shorten(options[name])}, but {bound} says where an answer ends: drop it")
         return StopSet(strings, ends, special)
 
     def _check_source_ids(self, ids: Sequence[int]) -> None:
@@ -469,8 +469,8 @@ def _nothing_left(truncate: int) -> InvalidRowError:
 
 def _smallest(limits: Iterable[tuple[int | None, str]]) -> tuple[int | None, str]:
     """Return the smallest limit and the role of its model; (None, "") where there is no limit."""
-    known = ((limit, role) for limit, role in limits if limit is not None)
-    return min(known, key=lambda pair: pair[0], default=(None, ""))
+    bounds = ((limit, role) for limit, role in limits if limit is not None)
+    return min(bounds, key=lambda pair: pair[0], default=(None, ""))
 
 
 def _binding(job: RequestState) -> str | None:

@@ -6,7 +6,7 @@ import gc
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import TypeVar, Unpack, overload
+from typing import TypedDict, TypeVar, Unpack, overload
 
 import torch
 
@@ -17,7 +17,6 @@ from dsbd_cli.engine.cache.caches import Caches
 from dsbd_cli.engine.constraints.answers import Catalogue
 from dsbd_cli.engine.decoding.encode import Encoder
 from dsbd_cli.engine.decoding.loop import Loop
-from dsbd_cli.engine.decoding.options import EngineChanges, EngineOptions
 from dsbd_cli.engine.decoding.recovery import Recovery
 from dsbd_cli.engine.decoding.scheduler import RequestQueue, Scheduler
 from dsbd_cli.engine.decoding.streaming import Pieces
@@ -41,6 +40,27 @@ from dsbd_cli.requests import EngineInfo, NumberedRequests, Piece, Request, Requ
 
 Item = TypeVar("Item")
 _in_use = set[int]()  # ids of the models of all runs under way
+
+
+class EngineOptions(TypedDict, total=False):
+    """Arguments of Engine that stay as they were given."""
+
+    batch_size: int | None
+    on_too_long: OnTooLong
+    cuda_graphs: bool | None
+    kernels: bool | None
+
+
+class EngineChanges(EngineOptions, total=False):
+    """Arguments of Engine, by name."""
+
+    target: ForestModel
+    draft: AnyDraft | None
+    codec: TextCodec
+    method: MethodConfig | None
+    info: EngineInfo | None
+    log_steps: bool
+    catalogues: Mapping[str, Catalogue] | None
 
 
 class Engine:
@@ -307,7 +327,7 @@ class Engine:
         """Run iterations with these operations from now on."""
         self._stepper.ops = ops
         if self.info is not None:
-            of_target = (one for one in self.info.ops if one[0] not in {own.op for own in ops.report})
+            of_target = (report for report in self.info.ops if report[0] not in {own.op for own in ops.report})
             self.info = replace(self.info, ops=(*of_target, *ops.facts))
         for model in self.models:
             if isinstance(model, KernelModel):

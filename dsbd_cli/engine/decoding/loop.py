@@ -140,12 +140,12 @@ class Loop(Generic[Item]):
                 self.caches.forget(row)
         finished = read_finished(state.finished, rows)
         with self.stepper.observer.span("detokenise"):
-            found = {
+            results = {
                 row: nan_result(jobs[row])
                 if report.rows[row].invalid
-                else collect(one, row, jobs[row], self.codec, grammars, state.trace)
-                for row, one in zip(rows, finished, strict=True)
+                else collect(hypotheses, row, jobs[row], self.codec, grammars, state.trace)
+                for row, hypotheses in zip(rows, finished, strict=True)
             }
-        for row, result in found.items():
+        for row, result in results.items():
             self.results.put(jobs[row].number, result)
         batch.remove(rows)

@@ -248,9 +248,9 @@ def _stopped(
     pieces = [token_bytes[token] if token < len(token_bytes) else b"" for token in ids]
     joined = b"".join(pieces)
     begin = 0 if reasoning is None else reasoning.stops_at(joined)
-    if begin is None or (place := find_stop(joined[begin:], sampling.stop)) is None:
+    if begin is None or (begin_of_stop := find_stop(joined[begin:], sampling.stop)) is None:
         return None
-    cut = begin + place[1 if sampling.include_stop_str_in_output else 0]
+    cut = begin + begin_of_stop[1 if sampling.include_stop_str_in_output else 0]
     return _Stopped(pieces, cut, joined[cut:].decode(errors="replace"))
 
 
@@ -270,8 +270,8 @@ def common_tokens(state: BatchState, row: int) -> list[int]:
     able = torch.cat((beams.history[row], finished.tokens[row]))[torch.cat((beams.valid[row], best))]
     length = torch.where(best, finished.length[row], beams.length[row]).amin()
     count = (able == able[:1]).all(0)[: int(length)].to(torch.int64).cumprod(0).sum()
-    found: list[int] = able[0, : int(count)].tolist()
-    return found
+    tokens: list[int] = able[0, : int(count)].tolist()
+    return tokens
 
 
 def record_iteration(

@@ -49,9 +49,9 @@ class RowRules:
         if blank := next((word for word in words if not word.strip()), None):
             raise InvalidRowError(f"bad_words has {shorten(blank)}, but a word must have more than blanks")
         texts = [text for word in words for text in (word.lstrip(), f" {word.lstrip()}")]
-        found = [tuple(ids) for ids in self._codec.encode_pieces(texts)] if texts else []
-        self._check_ids("bad_words", [token for ids in found for token in ids])
-        return [ids for ids in found if ids]
+        encoded = [tuple(ids) for ids in self._codec.encode_pieces(texts)] if texts else []
+        self._check_ids("bad_words", [token for ids in encoded for token in ids])
+        return [ids for ids in encoded if ids]
 
     def _check_ids(self, name: str, ids: Iterable[int]) -> None:
         """Raise InvalidRowError for ids that the target does not have. name: of the rule that they belong to."""

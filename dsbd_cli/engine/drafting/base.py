@@ -315,7 +315,7 @@ def merge_nodes(first: LayerDrafts, second: LayerDrafts, priority: Tensor, width
     rank = torch.empty_like(order).scatter_(
         1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)
     )
-    place = torch.where(new & (rank < room), rank + kept, torch.where(second.valid, equal, -1))
+    column = torch.where(new & (rank < room), rank + kept, torch.where(second.valid, equal, -1))
     fitting = order[:, :room]
     padding = room - fitting.shape[1]
 
@@ -329,7 +329,7 @@ def merge_nodes(first: LayerDrafts, second: LayerDrafts, priority: Tensor, width
         sampled=join(first.sampled, torch.zeros_like(second.valid)),
         weight=join(first.weight, second.weight),
     )
-    return drafts, place
+    return drafts, column
 
 
 def record_distribution(

@@ -49,10 +49,10 @@ class DynamicTree(BeamDrafter):
         worth = value.unsqueeze(-1) + torch.log1p(-before.clamp(max=1.0))
         worth = torch.where(keys > NEG_INF, worth.clamp(min=-1e30), NEG_INF)  # a real draw may find no mass left
         # ties go to the earlier sibling, which must be drawn first
-        best, place = padded_top(worth.flatten(1), count, NEG_INF)
-        above = place // worth.shape[2]
-        index = above * rows.keys.shape[2] + column.flatten(1).gather(1, place)
-        self._value = value.gather(1, above) + log_q.flatten(1).gather(1, place)
+        best, position = padded_top(worth.flatten(1), count, NEG_INF)
+        above = position // worth.shape[2]
+        index = above * rows.keys.shape[2] + column.flatten(1).gather(1, position)
+        self._value = value.gather(1, above) + log_q.flatten(1).gather(1, position)
         return rows.drafts(index, best > NEG_INF)
 
 

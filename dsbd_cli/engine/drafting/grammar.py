@@ -41,23 +41,23 @@ class GrammarDrafter(PathDrafter):
         """Return the paths below each beam, found for each beam as if it were alone. They divide its share of the
         mass."""
         depth, count = context.depth, context.drafts_per_layer
-        found: list[list[tuple[int, list[int], float]]] = []
+        proposed: list[list[tuple[int, list[int], float]]] = []
         for states, shares in zip(self.states(context.beams), beam_share(context.beams).tolist(), strict=True):
-            found.append([])
+            proposed.append([])
             for beam, (state, share) in enumerate(zip(states, shares, strict=True)):
                 paths = [] if state is None else _leaves(_layers([state], depth, count))
-                found[-1] += [(beam, path, max(share, LEAST_SHARE) / len(paths)) for path in paths]
-        return _padded(found, depth, context.beams.token.device)
+                proposed[-1] += [(beam, path, max(share, LEAST_SHARE) / len(paths)) for path in paths]
+        return _padded(proposed, depth, context.beams.token.device)
 
     def sure_to_pass(self, beams: Beams, depth: int, count: int) -> list[list[int]]:
         """Return, for each row that runs, the node counts of the layers that are certain to pass, `count` at most in
         each."""
-        found = []
+        sure = []
         for states, runs in zip(self.states(beams), beams.valid.any(1).tolist(), strict=True):
             live = [state for state in states if state is not None]
             if runs:
-                found.append([len(layer) for layer in _layers(live, depth, count)] if live else [])
-        return found
+                sure.append([len(layer) for layer in _layers(live, depth, count)] if live else [])
+        return sure
 
 
 def _layers(states: Sequence[GrammarState], depth: int, count: int) -> list[Layer]:
@@ -67,14 +67,14 @@ def _layers(states: Sequence[GrammarState], depth: int, count: int) -> list[Laye
     above = list(states)
     while len(layers) < depth:
         layer: Layer = []
-        for place, state in enumerate(above):
+        for parent, state in enumerate(above):
             tokens = state.following(count - len(layer))
             if tokens is None:
                 return layers
             for token in tokens:
                 after = state.after(token)
                 assert after is not None, "it may follow"
-                layer.append((place, token, after))
+                layer.append((parent, token, after))
         if not layer:
             return layers
         layers.append(layer)
@@ -85,18 +85,18 @@ def _layers(states: Sequence[GrammarState], depth: int, count: int) -> list[Laye
 def _leaves(layers: Sequence[Layer]) -> list[list[int]]:
     """Return the paths of one beam, one for every node below which nothing is drafted."""
     paths: list[list[int]] = [[]]
-    found: list[list[int]] = []
+    leaves: list[list[int]] = []
     for layer in layers:
-        parents = {place for place, _, _ in layer}
-        found += [path for place, path in enumerate(paths) if path and place not in parents]
-        paths = [[*paths[place], token] for place, token, _ in layer]
-    return [*found, *(path for path in paths if path)]
+        parents = {parent for parent, _, _ in layer}
+        leaves += [path for index, path in enumerate(paths) if path and index not in parents]
+        paths = [[*paths[parent], token] for parent, token, _ in layer]
+    return [*leaves, *(path for path in paths if path)]
 
 
-def _padded(found: Sequence[Sequence[tuple[int, list[int], float]]], depth: int, device: torch.device) -> Paths:
+def _padded(paths: Sequence[Sequence[tuple[int, list[int], float]]], depth: int, device: torch.device) -> Paths:
     """Return beam, tokens and weight of the paths of every row as tensors, padded with absent paths."""
-    most = max(1, *map(len, found))
-    rows = [[*row, *[(0, [], 1.0)] * (most - len(row))] for row in found]
+    most = max(1, *map(len, paths))
+    rows = [[*row, *[(0, [], 1.0)] * (most - len(row))] for row in paths]
     return Paths(
         root=torch.tensor([[beam for beam, _, _ in row] for row in rows], device=device),
         tokens=torch.tensor([[path + [0] * (depth - len(path)) for _, path, _ in row] for row in rows], device=device),

@@ -81,11 +81,11 @@ class DraftLogits:
         tokens are the last ones: tokens of the head come before own ids."""
         if self.ids is None or wanted.count >= self.values.shape[-1] or legal is not None:
             return top_candidates(self.wide(), wanted, legal, ops)
-        found = top_candidates(self.values, wanted, ops=ops)
+        candidates = top_candidates(self.values, wanted, ops=ops)
         if self.own_ids is None:
-            return Candidates(self.ids[found.tokens], found.logprobs, full=False)
+            return Candidates(self.ids[candidates.tokens], candidates.logprobs, full=False)
         columns = torch.cat((self.ids.expand(len(self.own_ids), -1), self.own_ids), 1)
-        tokens = columns.gather(1, found.tokens.flatten(1)).view_as(found.tokens)
+        tokens = columns.gather(1, candidates.tokens.flatten(1)).view_as(candidates.tokens)
         # where there is no own id the column is -inf, whatever token it is given
         tokens, order = tokens.clamp(max=self.vocab_size - 1).sort(-1)
-        return Candidates(tokens, found.logprobs.gather(-1, order), full=False)
+        return Candidates(tokens, candidates.logprobs.gather(-1, order), full=False)

@@ -59,8 +59,8 @@ class FusionDrafter(Drafter):
                 drafts.confidence = torch.maximum(drafts.confidence, looked_up.confidence)
             if not goes_on(context, forest, drafts.confidence):
                 break
-            fused, place = merge_nodes(drafts, looked_up, priority, count)
-            other.follow(place)
+            fused, column = merge_nodes(drafts, looked_up, priority, count)
+            other.follow(column)
             children(context, forest, layer, fused, distribution).drafter_id[:, own:] = 1
         if isinstance(first, BeamDrafter):
             self.calls = draft_calls(context, forest)
@@ -73,18 +73,18 @@ def _judge(forest: Forest, layer: int, drafts: LayerDrafts, logits: Tensor, top_
     nodes = forest.layers[layer]
     vocabulary = logits.shape[-1]
     total = torch.logsumexp(logits.to(torch.float32), -1)
-    known = drafts.token < vocabulary
+    in_vocabulary = drafts.token < vocabulary
     flat = drafts.above * vocabulary + drafts.token.clamp(max=vocabulary - 1)
     logit = logits.flatten(1).gather(1, flat).to(torch.float32)
     logprob = (logit - total.gather(1, drafts.above)).nan_to_num(nan=NEG_INF, neginf=NEG_INF)
     weight = nodes.weight.gather(1, drafts.above) + logprob
     valid = drafts.valid
     if top_k:
-        found = top_candidates(logits, CandidateCount(min(top_k, vocabulary - 1)))
-        least = found.logprobs.amin(-1).gather(1, drafts.above)
-        valid = valid & known & (logprob >= least - 1e-6)
+        candidates = top_candidates(logits, CandidateCount(min(top_k, vocabulary - 1)))
+        least = candidates.logprobs.amin(-1).gather(1, drafts.above)
+        valid = valid & in_vocabulary & (logprob >= least - 1e-6)
     # the root's share is in the hits already
     root = forest.layers[0].weight.gather(1, nodes.root.gather(1, drafts.above))
-    priority = torch.where(known, drafts.weight + weight - root, NEG_INF)
+    priority = torch.where(in_vocabulary, drafts.weight + weight - root, NEG_INF)
     weight = torch.where(torch.isfinite(weight), weight, drafts.weight.clamp(min=-1e4))
     return LayerDrafts(drafts.above, drafts.token, valid, drafts.sampled, weight), priority

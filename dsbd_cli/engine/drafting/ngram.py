@@ -50,7 +50,7 @@ def _match_scores(tokens: Tensor, length: Tensor, longest: int) -> Tensor:
     tokens: [R, W, X]; length: [R]. longest: how many of the last tokens are compared.
     """
     width = tokens.shape[2]
-    place = torch.arange(width, device=tokens.device)
+    position = torch.arange(width, device=tokens.device)
     last = suffix(tokens, length, longest)
     last = torch.where(last == NO_TOKEN, NO_TOKEN - 1, last)  # equal to no token
     before = torch.nn.functional.pad(tokens, (longest, 0), value=NO_TOKEN)
@@ -59,8 +59,8 @@ def _match_scores(tokens: Tensor, length: Tensor, longest: int) -> Tensor:
         at = longest - back
         equal = before[:, :, at : at + width] == last[:, :, at : at + 1]
         worth.add_(equal, alpha=max(1, round(LAST_SCORE * DECAY ** (back - 1))))
-    real = (worth > 0) & (place < length.unsqueeze(1)).unsqueeze(1)
-    return torch.where(real, worth * width + place, -1)
+    real = (worth > 0) & (position < length.unsqueeze(1)).unsqueeze(1)
+    return torch.where(real, worth * width + position, -1)
 
 
 class Recall:
@@ -96,9 +96,9 @@ class Recall:
     def at(self, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Look up nodes by keys [R, n]. Return which are known [R, n] bool, and tokens and log-probabilities [R, n,
         KEPT]."""
-        place = torch.searchsorted(self._keys, keys.contiguous()).clamp(max=self._keys.shape[1] - 1)
-        known = self._keys.gather(1, place) == keys
-        return known, _in_order(self._tokens, place), _in_order(self._logprobs, place)
+        index = torch.searchsorted(self._keys, keys.contiguous()).clamp(max=self._keys.shape[1] - 1)
+        hit = self._keys.gather(1, index) == keys
+        return hit, _in_order(self._tokens, index), _in_order(self._logprobs, index)
 
 
 def _in_order(values: Tensor, index: Tensor) -> Tensor:
@@ -137,12 +137,12 @@ class NgramDrafter(PathDrafter):
         steps = torch.arange(context.depth, device=tokens.device)
         period = (length.view(-1, 1, 1) - start).clamp(min=1).unsqueeze(-1)
         at = start.unsqueeze(-1) + steps % period  # [R, W, c, D]
-        found = tokens.gather(2, at.flatten(2)).view(rows, beams, places, context.depth)
+        paths = tokens.gather(2, at.flatten(2)).view(rows, beams, places, context.depth)
         weight = (1 + beam_share(context.beams)).unsqueeze(-1) * 0.25 ** torch.arange(places, device=tokens.device)
         real = (rank >= 0) & context.beams.valid.unsqueeze(-1)
         return Paths(
             root=torch.arange(beams, device=tokens.device).view(1, -1, 1).expand_as(start).flatten(1),
-            tokens=found.flatten(1, 2).clamp(min=0),
+            tokens=paths.flatten(1, 2).clamp(min=0),
             length=torch.where(real, context.depth, 0).flatten(1),
             weight=weight.flatten(1),
         )
@@ -161,8 +161,8 @@ class NgramDrafter(PathDrafter):
         for layer in range(context.depth):
             nodes = forest.layers[layer]
             # a place that reaches the end of the text goes on from where it began
-            place = start + layer % (length.view(-1, 1, 1) - start).clamp(min=1)
-            at = (nodes.root.unsqueeze(-1) * width + place).clamp(min=0).flatten(1)
+            position = start + layer % (length.view(-1, 1, 1) - start).clamp(min=1)
+            at = (nodes.root.unsqueeze(-1) * width + position).clamp(min=0).flatten(1)
             guess = torch.where(start >= 0, flat.gather(1, at).view_as(start), NO_TOKEN)
             drafts = self._draws(context, nodes, layer, guess)
             if not goes_on(context, forest, drafts.confidence):
@@ -193,10 +193,10 @@ class NgramDrafter(PathDrafter):
             real &= (following(context, nodes, above, tokens.flatten(1)) != DEAD).view_as(real)
         logprobs = torch.where(real, BEST_LOGPROB - LOGPROB_STEP * order, NEG_INF)
         if recall is not None:
-            known, seen, distribution = recall.at(nodes.path)
-            known = (known & (context.iteration > 0).unsqueeze(1)).unsqueeze(-1)  # at 0 it is the row's last request
+            hit, seen, distribution = recall.at(nodes.path)
+            hit = (hit & (context.iteration > 0).unsqueeze(1)).unsqueeze(-1)  # at 0 it is the row's last request
             tokens = torch.cat((tokens, seen), 2)
-            logprobs = torch.cat((logprobs.masked_fill(known, NEG_INF), distribution.masked_fill(~known, NEG_INF)), 2)
+            logprobs = torch.cat((logprobs.masked_fill(hit, NEG_INF), distribution.masked_fill(~hit, NEG_INF)), 2)
         elif self._recalls:  # sums have as many terms whether or not the batch remembers anything
             tokens = torch.nn.functional.pad(tokens, (0, KEPT))
             logprobs = torch.nn.functional.pad(logprobs, (0, KEPT), value=NEG_INF)

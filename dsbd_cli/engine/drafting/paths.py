@@ -131,8 +131,8 @@ def _positions_of_paths(order: Tensor, first: Tensor, here: Tensor) -> Tensor:
     taken entries. first: [R, M], the entry that stands for each path's node. here: [R, M] bool, paths that have a
     node."""
     rank = torch.arange(order.shape[1], device=order.device).expand_as(order)
-    place = torch.full_like(first, -1).scatter(1, order, rank).gather(1, first)
-    return torch.where(here, place, -1)
+    rank_of_path = torch.full_like(first, -1).scatter(1, order, rank).gather(1, first)
+    return torch.where(here, rank_of_path, -1)
 
 
 def _pad(drafts: LayerDrafts, more: int) -> LayerDrafts:

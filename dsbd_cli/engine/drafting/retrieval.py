@@ -39,23 +39,23 @@ class RetrievalDrafter(PathDrafter):
         lengths = torch.arange(LONGEST, SHORTEST - 1, -1, device=tokens.device)
         last = suffix(tokens, length, LONGEST)
         low, high = self.search(last, lengths)  # [R, W, lengths]
-        found = (high > low) & (lengths <= length.view(-1, 1, 1)) & context.beams.valid.unsqueeze(-1)
-        longest = found.to(torch.int8).argmax(-1, keepdim=True)
+        hit_valid = (high > low) & (lengths <= length.view(-1, 1, 1)) & context.beams.valid.unsqueeze(-1)
+        longest = hit_valid.to(torch.int8).argmax(-1, keepdim=True)
         low, high = low.gather(2, longest), high.gather(2, longest)
-        count = torch.where(found.any(-1, keepdim=True), high - low, 0)
+        count = torch.where(hit_valid.any(-1, keepdim=True), high - low, 0)
         hit = torch.arange(HITS, device=tokens.device)
-        place = low + torch.where(count > HITS, hit * count // HITS, hit)
-        start = self._suffix(place) + lengths[longest]
+        position = low + torch.where(count > HITS, hit * count // HITS, hit)
+        start = self._suffix(position) + lengths[longest]
         steps = torch.arange(context.depth, device=tokens.device)
         following = self._token(start.unsqueeze(-1) + steps).to(torch.int64)  # [R, W, HITS, D]
         real = (following >= 0).to(torch.int64).cumprod(-1).sum(-1)
         weight = beam_share(context.beams).unsqueeze(-1) / count.clamp(1, HITS)
-        root = torch.arange(place.shape[1], device=tokens.device).view(1, -1, 1)
+        root = torch.arange(position.shape[1], device=tokens.device).view(1, -1, 1)
         return Paths(
-            root=root.expand_as(place).flatten(1),
+            root=root.expand_as(position).flatten(1),
             tokens=following.clamp(min=0).flatten(1, 2),
             length=torch.where(hit < count, real, 0).flatten(1),
-            weight=weight.expand(place.shape).flatten(1),
+            weight=weight.expand(position.shape).flatten(1),
         )
 
     def search(self, last: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:

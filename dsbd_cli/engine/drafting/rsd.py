@@ -123,10 +123,10 @@ class ConstantBranching(BeamDrafter):
         branches = torch.div(count, number, rounding_mode="floor").clamp(1, most).unsqueeze(-1)
         keys, index = rows.keys.topk(min(count, rows.keys.shape[2]), dim=2)  # [R, n, J]
         draw = torch.arange(index.shape[2], device=index.device)
-        place = draw * number.unsqueeze(-1) + (parents.cumsum(1) - 1).unsqueeze(-1)
-        kept = (keys > NEG_INF) & (draw < branches) & (place < count)
+        column = draw * number.unsqueeze(-1) + (parents.cumsum(1) - 1).unsqueeze(-1)
+        kept = (keys > NEG_INF) & (draw < branches) & (column < count)
         flat = index + torch.arange(index.shape[1], device=index.device).unsqueeze(-1) * rows.keys.shape[2]
-        at = torch.where(kept, place, count).flatten(1)
+        at = torch.where(kept, column, count).flatten(1)
         chosen = flat.new_zeros(flat.shape[0], count + 1).scatter(1, at, flat.flatten(1))[:, :count]
         valid = torch.zeros_like(chosen, dtype=torch.bool)
         valid = torch.nn.functional.pad(valid, (0, 1)).scatter(1, at, True)[:, :count]

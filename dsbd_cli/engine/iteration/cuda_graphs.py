@@ -106,25 +106,25 @@ def shapes(state: DataclassInstance) -> tuple[Hashable, ...]:
 def _tensors(
     state: DataclassInstance, prefix: str = ""
 ) -> list[tuple[object, str, tuple[str, tuple[int, ...], torch.dtype]]]:
-    found: list[tuple[object, str, tuple[str, tuple[int, ...], torch.dtype]]] = []
+    tensors: list[tuple[object, str, tuple[str, tuple[int, ...], torch.dtype]]] = []
     for item in fields(state):
         value, name = getattr(state, item.name), f"{prefix}{item.name}"
         if isinstance(value, Tensor):
-            found.append((state, item.name, (name, tuple(value.shape), value.dtype)))
+            tensors.append((state, item.name, (name, tuple(value.shape), value.dtype)))
         elif is_dataclass(value) and not isinstance(value, type):
-            found += _tensors(value, f"{name}.")
-    return found
+            tensors += _tensors(value, f"{name}.")
+    return tensors
 
 
 def _fields(state: DataclassInstance) -> list[tuple[object, str]]:
     """Return every field of a state and of the dataclasses in it, because a phase may rebind any of them."""
-    found: list[tuple[object, str]] = []
+    tensor_fields: list[tuple[object, str]] = []
     for item in fields(state):
         value = getattr(state, item.name)
-        found.append((state, item.name))
+        tensor_fields.append((state, item.name))
         if is_dataclass(value) and not isinstance(value, type):
-            found += _fields(value)
-    return found
+            tensor_fields += _fields(value)
+    return tensor_fields
 
 
 @dataclass(slots=True)

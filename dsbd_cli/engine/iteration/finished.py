@@ -88,9 +88,9 @@ def stack_layers(layers: list[Verified]) -> Verified:
     """Join the layers of a forest in one record."""
 
     def stack(name: str, records: Sequence[object]) -> Tensor:
-        return torch.stack([getattr(one, name) for one in records], 1)
+        return torch.stack([getattr(record, name) for record in records], 1)
 
-    live = Live(*(stack(item.name, [one.live for one in layers]) for item in fields(Live)))
+    live = Live(*(stack(item.name, [layer.live for layer in layers]) for item in fields(Live)))
     return Verified(live, *(stack(item.name, layers) for item in fields(Verified) if item.name != "live"))
 
 
@@ -188,8 +188,8 @@ def counters(forest: Forest, layers: Verified, active: Tensor) -> Tensor:
     passed, reached = layers.passed[:, :depth], active[:, :depth]
     node, valid = layers.live.node[:, :depth], layers.live.valid[:, :depth]
     offset = forest.num_beams + forest.drafts_per_layer * torch.arange(depth, device=node.device)
-    place = torch.where(valid & (node >= 0), node - offset.unsqueeze(1), -1)  # [R, D, W]
-    accepted, second = place >= 0, drafter_id.gather(2, place.clamp(min=0)) == 1
+    column = torch.where(valid & (node >= 0), node - offset.unsqueeze(1), -1)  # [R, D, W]
+    accepted, second = column >= 0, drafter_id.gather(2, column.clamp(min=0)) == 1
     columns = [  # in the order of LayerCounters
         reached,
         drafted.sum(2),
@@ -197,7 +197,7 @@ def counters(forest: Forest, layers: Verified, active: Tensor) -> Tensor:
         layers.width[:, :depth],
         layers.accepted[:, :depth],
         passed & reached,
-        torch.where(second, 0, place + 1).amax(2) * passed,
+        torch.where(second, 0, column + 1).amax(2) * passed,
         (drafter_id * drafted).sum(2),
         (accepted & second).sum(2),
     ]

@@ -254,8 +254,8 @@ class Iteration:
         state, outcome = self.state, self.outcome
         if state.trace is not None:
             assert outcome.before is not None
-            place = (state.beams, state.finished, self.forest, self.candidates, outcome.before)
-            state.trace.follow(*place, self._likeliest(state.trace.tops), live.parent, live.token, outcome.steps)
+            parts = (state.beams, state.finished, self.forest, self.candidates, outcome.before)
+            state.trace.follow(*parts, self._likeliest(state.trace.tops), live.parent, live.token, outcome.steps)
 
     def _likeliest(self, count: int) -> Candidates | None:
         """Return the likeliest tokens of every node under its row's token rules; None where no row asks for them."""

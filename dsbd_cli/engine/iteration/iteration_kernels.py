@@ -75,7 +75,7 @@ def verify_with_kernel(
         warp_flags(state.warp, stops=endings.stops.used, warps=rule.sampler.random),
         *([[limits.never, limits.num_beams]] if limits.any_never or limits.any_narrow else []),
     )
-    done, invalid, steps, width_sum = (report[:, place] for place in range(4))
+    done, invalid, steps, width_sum = (report[:, column] for column in range(4))
     counters = report[:, FIRST:].view(rows, depth, len(LayerCounters._fields))
     return VerifiedForest(
         live, steps, width_sum, done, invalid, counters, None if state.trace is None else before, report

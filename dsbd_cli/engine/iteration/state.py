@@ -129,7 +129,7 @@ class BatchState:
 
         real, sampling = torch.float32, [entry.sampling for entry in new]
         key = seed_key(torch.tensor([entry.seed for entry in new], dtype=torch.int64)).to(device)
-        known = numbers(len(entry.prompt) - 1 for entry in new)
+        prompt_lengths = numbers(len(entry.prompt) - 1 for entry in new)
         for tensor in (beams.valid, beams.weight, beams.logprob, beams.ancestors, beams.length):
             tensor[at] = 0
         beams.valid[at, 0] = True
@@ -140,7 +140,7 @@ class BatchState:
             (beams.legal_state, numbers(entry.legal_state for entry in new)),
         ):
             tensor[at] = value.unsqueeze(1)
-        beams.depth[at] = table.used[at] = table.common_prefix[at] = table.drafted[at] = known
+        beams.depth[at] = table.used[at] = table.common_prefix[at] = table.drafted[at] = prompt_lengths
         table.positions[at] = torch.arange(table.positions.shape[1], device=device)
         longest = max(len(entry.prompt) for entry in new) - 1
         held = [[*entry.prompt[:-1], *[0] * (longest + 1 - len(entry.prompt))] for entry in new]

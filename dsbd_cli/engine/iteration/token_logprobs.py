@@ -41,9 +41,9 @@ class Marks:
     @classmethod
     def empty(cls, rows: int, count: int, history: int, tops: int, device: torch.device) -> Marks:
         """Return marks without a record."""
-        one = torch.zeros(rows, count, history, device=device)
+        zeros = torch.zeros(rows, count, history, device=device)
         many = torch.zeros(rows, count, history, tops, device=device)
-        return cls(one, one.to(torch.int64), many.to(torch.int64), many)
+        return cls(zeros, zeros.to(torch.int64), many.to(torch.int64), many)
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Marks:
         """Apply the same change to every tensor."""
@@ -189,11 +189,11 @@ def token_details(
     def text(token: int) -> bytes:
         return token_bytes[token] if token < len(token_bytes) else b""
 
-    found = []
-    for place, token in enumerate(ids):
+    details = []
+    for position, token in enumerate(ids):
         # another row may have asked for more likeliest tokens; what has -inf was not recorded, or is impossible
-        pairs = [pair for pair in zip(top_logprob[place], top[place], strict=True) if pair[0] != NEG_INF]
+        pairs = [pair for pair in zip(top_logprob[position], top[position], strict=True) if pair[0] != NEG_INF]
         order = sorted(pairs, key=lambda pair: (-pair[0], pair[1]))
         tops = tuple((other, text(other), value) for value, other in order[: sampling.top_logprobs])
-        found.append(TokenDetail(token, text(token), logprob[place], beam[place], tops))
-    return tuple(found)
+        details.append(TokenDetail(token, text(token), logprob[position], beam[position], tops))
+    return tuple(details)

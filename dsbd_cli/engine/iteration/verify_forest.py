@@ -80,10 +80,10 @@ def verify_forest(
     broken = torch.isnan(candidates.logprobs).any(-1)
     # NaN at a node that no beam stands for must not reach the pool, where it would end the request
     logprobs = candidates.logprobs.nan_to_num(nan=NEG_INF, neginf=NEG_INF)
-    known = Candidates(candidates.tokens, logprobs, candidates.full)
+    shifted = Candidates(candidates.tokens, logprobs, candidates.full)
     path = forest.flat.path
-    noise = _path_noise(path, known.tokens, state.warp.greedy_rows) if rule.sampler.path_noise else None
-    nodes = Nodes(known, path, forest.flat.stop_state, noise)
+    noise = _path_noise(path, shifted.tokens, state.warp.greedy_rows) if rule.sampler.path_noise else None
+    nodes = Nodes(shifted, path, forest.flat.stop_state, noise)
     each = []
     for layer in range(forest.depth + 1):
         view, weight = _view(state, forest, nodes, keys[:, layer], rule, endings, live, layer)

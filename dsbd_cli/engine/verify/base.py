@@ -139,8 +139,8 @@ def equal_nodes(view: LayerView, index: Tensor, valid: Tensor) -> Tensor:
     if view.drafts is None:
         return torch.full_like(index, -1)
     drafts, (beam, token) = view.drafts, view.pair(index)
-    found = match_pairs(view.node.gather(1, beam), token, drafts.parent, drafts.token, drafts.valid)
-    return torch.where(valid & (found >= 0), found + drafts.offset, -1)
+    matches = match_pairs(view.node.gather(1, beam), token, drafts.parent, drafts.token, drafts.valid)
+    return torch.where(valid & (matches >= 0), matches + drafts.offset, -1)
 
 
 def passing(view: LayerView, node: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -213,8 +213,8 @@ def at_front(index: Tensor, valid: Tensor, node: Tensor, beams: int) -> tuple[Te
     """
     at = torch.where(valid, valid.cumsum(1) - 1, beams).clamp(max=beams)
     nowhere = index.new_zeros(len(index), beams + 1)
-    found = nowhere.scatter(1, at, index), nowhere.bool().scatter(1, at, valid), (nowhere - 1).scatter(1, at, node)
-    return found[0][:, :beams], found[1][:, :beams], found[2][:, :beams]
+    fronts = nowhere.scatter(1, at, index), nowhere.bool().scatter(1, at, valid), (nowhere - 1).scatter(1, at, node)
+    return fronts[0][:, :beams], fronts[1][:, :beams], fronts[2][:, :beams]
 
 
 def _ends(

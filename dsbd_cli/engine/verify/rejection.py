@@ -80,8 +80,8 @@ def at_pool(view: LayerView, drafts: DraftedLayer, log_values: Tensor) -> Tensor
     log_q = log_values.gather(1, local.expand(-1, -1, log_values.shape[-1]))
     if distribution.candidates.full:
         width = log_q.shape[-1]
-        found = log_q.gather(2, view.tokens.clamp(max=width - 1))
-        at = torch.where(view.tokens < width, found, NEG_INF)
+        log_probs = log_q.gather(2, view.tokens.clamp(max=width - 1))
+        at = torch.where(view.tokens < width, log_probs, NEG_INF)
     else:
         tokens = distribution.candidates.tokens.gather(1, local.expand(-1, -1, log_values.shape[-1]))
         same = view.tokens.unsqueeze(-1) == tokens.unsqueeze(-2)  # [R, W, C, Cq]
@@ -109,12 +109,12 @@ def _locate(view: LayerView, drafts: DraftedLayer) -> _Places:
     width = view.tokens.shape[2]
     if view.full:
         column = drafts.token.clamp(max=width - 1)
-        known = drafts.token < width
+        in_support = drafts.token < width
     else:
         tokens = view.tokens.gather(1, beam.unsqueeze(-1).expand(-1, -1, width))
         hit = tokens == drafts.token.unsqueeze(-1)
-        column, known = hit.to(torch.int8).argmax(-1), hit.any(-1)
-    return _Places(beam * width + column, live & known & drafts.valid, torch.where(live, beam, -1))
+        column, in_support = hit.to(torch.int8).argmax(-1), hit.any(-1)
+    return _Places(beam * width + column, live & in_support & drafts.valid, torch.where(live, beam, -1))
 
 
 def _normalise(probs: Tensor, otherwise: Tensor) -> Tensor:
@@ -160,13 +160,13 @@ class Rejection(Rule):
         index, ends = places.index[:, :count], view.ends.flatten(1)
         lasting = ~ends.gather(1, index)
         drawn = drafts.sampled[:, :count]
-        known = places.known[:, :count] & drawn
+        drawn_known = places.known[:, :count] & drawn
         tested, free = self.decide(view, drafts)
-        allowed = known if tested is None else known & tested.unsqueeze(1)
+        allowed = drawn_known if tested is None else drawn_known & tested.unsqueeze(1)
         drawn = drawn if tested is None else drawn & tested.unsqueeze(1)
         untested = None
         if free is not None:
-            untested = known & torch.isfinite(view.logprob.flatten(1).gather(1, index)) & free.unsqueeze(1)
+            untested = drawn_known & torch.isfinite(view.logprob.flatten(1).gather(1, index)) & free.unsqueeze(1)
         width, columns = view.width.unsqueeze(1), (torch.split(item, 1, 1) for item in (index, drawn, allowed, bound))
         distributions = self._drawn_distributions(view, drafts, log_rest, places)
         for j, (at, drawn_now, allowed_now, bound_now, q) in enumerate(zip(*columns, distributions, strict=True)):

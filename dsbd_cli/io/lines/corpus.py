@@ -50,12 +50,12 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
                 raise UsageError(f"{path}, line {number} is not UTF-8") from None
 
 
-def _text(line: str, place: str, field: str) -> str:
+def _text(line: str, where: str, field: str) -> str:
     try:
         record = orjson.loads(line)
     except orjson.JSONDecodeError as error:
-        raise UsageError(f"{place} is not JSON: {error}") from None
+        raise UsageError(f"{where} is not JSON: {error}") from None
     value = record.get(field) if isinstance(record, dict) else None
     if not isinstance(value, str):
-        raise UsageError(f"{place} has no text in its field {field!r}: --field names another one")
+        raise UsageError(f"{where} has no text in its field {field!r}: --field names another one")
     return value

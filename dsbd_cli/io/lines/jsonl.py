@@ -63,10 +63,10 @@ def read_lines(stream: BinaryIO, *, limit: int = MAX_LINE_BYTES, blank: bool = F
 def read_object(line: bytes) -> dict[str, object] | None:
     """Return the JSON object of a line that this program has written; None if the line holds none."""
     try:
-        found: object = orjson.loads(line)
+        value: object = orjson.loads(line)
     except orjson.JSONDecodeError:
         return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None
 
 
 def check_new(path: Path, *, option: str, overwrite: bool, instead: str = "name another file") -> None:

@@ -112,6 +112,6 @@ def _numbered(part: PartFile) -> Iterator[tuple[int, bytes]]:
 
 def one_after_another(parts: Sequence[PartFile]) -> Iterator[bytes]:
     """Yield the records of all parts, part by part."""
-    for part in sorted(parts, key=lambda one: one.part):
+    for part in sorted(parts, key=lambda part: part.part):
         part.stream.seek(0)
         yield from part.stream

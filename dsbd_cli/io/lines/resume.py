@@ -128,16 +128,16 @@ def read_run(output: Path, wanted_by: str, help_: str = AGAIN) -> tuple[Settings
     """
     path = settings_file(output)
     try:
-        found = orjson.loads(path.read_bytes())
+        run = orjson.loads(path.read_bytes())
     except FileNotFoundError:
         raise UsageError(
             f"{wanted_by}: {path} is missing, so nobody knows what {output} was made with: {help_}"
         ) from None
     except (OSError, ValueError):
-        found = None
-    if isinstance(found, dict) and found.get("schema") == SETTINGS_SCHEMA:
-        settings, created = found.get("settings"), found.get("created")
-        rows, digest = found.get("rows"), found.get("input_digest")
+        run = None
+    if isinstance(run, dict) and run.get("schema") == SETTINGS_SCHEMA:
+        settings, created = run.get("settings"), run.get("created")
+        rows, digest = run.get("rows"), run.get("input_digest")
         if isinstance(settings, dict) and isinstance(created, int):
             ended = InputEnd(rows, digest) if isinstance(rows, int) and isinstance(digest, str) else None
             return settings, created, ended

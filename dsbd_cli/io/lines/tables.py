@@ -90,8 +90,8 @@ def table_header(path: Path, rules: ColumnRules = BY_NAME) -> Header | None:
         with _parquet_file(path) as file:
             return _parquet_header(file.schema_arrow, str(path), rules)
     with open_input(path) as stream:
-        found = next(_records(_RecordLines(stream, MAX_LINE_BYTES), DELIMITERS[ending(path)]), None)
-    return None if found is None else Header(_header(*found, str(path), rules))
+        header = next(_records(_RecordLines(stream, MAX_LINE_BYTES), DELIMITERS[ending(path)]), None)
+    return None if header is None else Header(_header(*header, str(path), rules))
 
 
 def check_table(path: Path, rules: ColumnRules = BY_NAME) -> None:
@@ -302,7 +302,7 @@ def _parquet_header(schema: Schema, name: str, rules: ColumnRules) -> Header:
 def _holds_bytes(kind: DataType) -> bool:
     from pyarrow.types import is_binary, is_binary_view, is_fixed_size_binary, is_large_binary
 
-    inside = any(_holds_bytes(kind.field(place).type) for place in range(kind.num_fields))
+    inside = any(_holds_bytes(kind.field(number).type) for number in range(kind.num_fields))
     return inside or any(fits(kind) for fits in (is_binary, is_binary_view, is_fixed_size_binary, is_large_binary))
 
 
@@ -317,7 +317,7 @@ def _parquet_lines(path: Path, rules: ColumnRules, stream: BinaryIO) -> Iterator
         columns, wanted = header.columns, None
         if header.left_out:
             wanted = [name for name in file.schema_arrow.names if name not in header.left_out]
-        size = sum(file.metadata.row_group(place).total_byte_size for place in range(file.num_row_groups))
+        size = sum(file.metadata.row_group(number).total_byte_size for number in range(file.num_row_groups))
         rows = min(MAX_BATCH_ROWS, max(1, BATCH_BYTES * file.metadata.num_rows // max(size, 1)))
         number = 0
         for batch in file.iter_batches(batch_size=rows, columns=wanted, use_threads=False):
@@ -332,8 +332,8 @@ def _batch_lines(batch: RecordBatch, columns: Columns) -> Iterator[TableRow | Lo
     try:
         rows = batch.to_pylist(maps_as_pydicts="strict")
     except Exception:  # what a conversion raises depends on the column's type
-        for place in range(batch.num_rows):
-            yield _row_alone(batch.slice(place, 1), columns)
+        for number in range(batch.num_rows):
+            yield _row_alone(batch.slice(number, 1), columns)
     else:
         for row in rows:
             yield _parquet_row(row, columns)
@@ -355,16 +355,16 @@ def _row_alone(batch: RecordBatch, columns: Columns) -> TableRow | LongLine:
                 reason = reason or f"{shown_name(name)} cannot be read as {column.type}: {one_line(error)}"
     if not reason:
         return _parquet_row(row, columns)
-    known = id_fields(row, columns) if columns.fields.get("id", "") in {"", *row} else None
-    return LongLine(0, reason=reason, fields=known)
+    ids = id_fields(row, columns) if columns.fields.get("id", "") in {"", *row} else None
+    return LongLine(0, reason=reason, fields=ids)
 
 
 def _parquet_row(row: dict[str, object], columns: Columns) -> TableRow | LongLine:
     try:
-        found = table_row(row, columns)
+        row_fields = table_row(row, columns)
     except InvalidRowError as error:
         return LongLine(0, reason=str(error), fields=id_fields(row, columns))
-    size = len(found.line) + len(found.carried)
+    size = len(row_fields.line) + len(row_fields.carried)
     if size <= MAX_LINE_BYTES:
-        return found
-    return LongLine(size, found.line[:HEAD_BYTES], fields=id_fields(row, columns))
+        return row_fields
+    return LongLine(size, row_fields.line[:HEAD_BYTES], fields=id_fields(row, columns))

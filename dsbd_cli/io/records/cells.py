@@ -22,7 +22,7 @@ ENVELOPE = ("method", "url", "body")
 SCORED = ("reference", "relevant")  # which bench reads; generate carries them like any other column
 # fields of one word that a column of this name gives; any table may have a column called `stop`, `prefix` or `tools`
 WORDS = ("temperature", "seed", "metadata")
-_TYPES = {name: types_of(one.schema) for name, one in FIELDS.items()}
+_TYPES = {name: types_of(field.schema) for name, field in FIELDS.items()}
 TEXTS = {"id", "custom_id", "reference"} | {name for name, types in _TYPES.items() if types == {"string"}}
 TEXT_OR_JSON = {"metadata"} | {
     name for name, types in _TYPES.items() if "string" in types and types & {"array", "object"}
@@ -50,16 +50,16 @@ class ColumnRules:
 BY_NAME = ColumnRules()
 
 
-def column_rules(given: str | None, *, strict: bool = False) -> ColumnRules:
+def column_rules(text: str | None, *, strict: bool = False) -> ColumnRules:
     """Return the rules of --set columns: `prompt=question,id=key`, with quotes around an item that holds a comma. A
     field alone stands for the column of its name, and `field=` for none. Raises UsageError."""
-    if given is None:
+    if text is None:
         return ColumnRules(strict=strict)
     named: dict[str, str] = {}
     try:
-        [items] = csv.reader([given], strict=True, skipinitialspace=True)
+        [items] = csv.reader([text], strict=True, skipinitialspace=True)
     except (csv.Error, ValueError):
-        raise UsageError(f"{SETTING} is {shorten(given)}, which is no list with commas") from None
+        raise UsageError(f"{SETTING} is {shorten(text)}, which is no list with commas") from None
     for item in items or [""]:
         name, equals, column = (part.strip() for part in item.partition("="))
         if name not in FIELDS and name in NAMED:
@@ -123,20 +123,20 @@ def columns_of(names: list[str], rules: ColumnRules = BY_NAME) -> Columns:
 
 def _by_name(names: list[str], mapped: Mapping[str, str]) -> list[str]:
     """Return the columns that are fields because of their names. mapped: fields that have a column already."""
-    found = list[str]()
+    fields = list[str]()
     if "id" not in mapped:
-        found += [name for name in ("id", "custom_id") if name in names][:1]
+        fields += [name for name in ("id", "custom_id") if name in names][:1]
     sources = [name for name in SOURCES if name in mapped]
     if sources == ["image"]:
-        found += [name for name in ("prompt",) if name in names]
+        fields += [name for name in ("prompt",) if name in names]
     elif not sources:
-        found += [name for name in SOURCES if name in names][:1]
-        if found[-1:] == ["prompt"] and "image" in names:  # a picture with the beginning of what is read from it
-            found.append("image")
-    if not sources and not set(found) & set(SOURCES) and {"url", "body"} <= set(names):
-        return [*found, *(name for name in (*ENVELOPE, "metadata") if name in names)]
+        fields += [name for name in SOURCES if name in names][:1]
+        if fields[-1:] == ["prompt"] and "image" in names:  # a picture with the beginning of what is read from it
+            fields.append("image")
+    if not sources and not set(fields) & set(SOURCES) and {"url", "body"} <= set(names):
+        return [*fields, *(name for name in (*ENVELOPE, "metadata") if name in names)]
     options = [name for name in FIELDS if ("_" in name or name in WORDS) and name not in mapped]
-    return found + [name for name in (*options, *SCORED) if name in names and name not in mapped]
+    return fields + [name for name in (*options, *SCORED) if name in names and name not in mapped]
 
 
 def _unused(carried: Iterable[str], fields: Mapping[str, str]) -> dict[str, str]:
@@ -166,8 +166,8 @@ def table_row(cells: Mapping[str, object], columns: Columns) -> TableRow:
 def id_fields(cells: Mapping[str, object], columns: Columns) -> Fields:
     """Return the field of a row's id alone, as far as its cell holds one."""
     names = [name for name in ("id", "custom_id") if name in columns.fields]
-    found = {name: cell_value(name, cells.get(columns.fields[name])) for name in names}
-    return {name: value for name, value in found.items() if value is not None}
+    cell_values = {name: cell_value(name, cells.get(columns.fields[name])) for name in names}
+    return {name: value for name, value in cell_values.items() if value is not None}
 
 
 def _line(fields: Fields, *, plain: bool = False) -> bytes:

@@ -42,8 +42,8 @@ def messages(value: object) -> tuple[Messages, bool]:
     """
     if not isinstance(value, list) or not value:
         raise InvalidRowError(f"messages is {shorten(value)}, but must be a non-empty list of objects")
-    found = tuple([_message(message, f"messages[{place}]") for place, message in enumerate(value)])
-    return found, _is_prefix(value)
+    read = tuple([_message(message, f"messages[{index}]") for index, message in enumerate(value)])
+    return read, _is_prefix(value)
 
 
 def has_functions(value: object) -> bool:
@@ -55,24 +55,24 @@ def has_functions(value: object) -> bool:
 def _message(message: object, where: str) -> Fields:
     if not isinstance(message, dict):
         raise InvalidRowError(f"{where} is {shorten(message)}, but must be an object with role and content")
-    found: Fields = {"role": message.get("role"), "content": message.get("content")}
+    fields: Fields = {"role": message.get("role"), "content": message.get("content")}
     if len(message) > 2 or "content" not in message:
-        _add_others(found, message, where)
-    role, content = found["role"], found["content"]
-    if content is None and not (role == "assistant" and "tool_calls" in found):
+        _add_others(fields, message, where)
+    role, content = fields["role"], fields["content"]
+    if content is None and not (role == "assistant" and "tool_calls" in fields):
         raise InvalidRowError(f"{where} is {shorten(message)}, but must be an object with role and content")
     if not isinstance(role, str) or not role:
         raise InvalidRowError(f"{where}.role is {shorten(role)}, but must be a non-empty string")
     if isinstance(content, list):
-        content = found["content"] = "".join(
-            [_part(part, f"{where}.content[{place}]") for place, part in enumerate(content)]
+        content = fields["content"] = "".join(
+            [_part(part, f"{where}.content[{index}]") for index, part in enumerate(content)]
         )
     if not isinstance(content, str | None):
         raise InvalidRowError(f"{where}.content is {shorten(content)}, but must be a string or a list of text parts")
-    return found
+    return fields
 
 
-def _add_others(found: Fields, message: Fields, where: str) -> None:
+def _add_others(fields: Fields, message: Fields, where: str) -> None:
     """Add what a message holds beside role and content. Raises InvalidRowError."""
     for name, value in message.items():
         if value is None or name in ("role", "content") or (isinstance(value, list) and not value):
@@ -80,29 +80,29 @@ def _add_others(found: Fields, message: Fields, where: str) -> None:
         if name in TEXTS_OF_MESSAGE:
             if not isinstance(value, str):
                 raise InvalidRowError(f"{where}.{name} is {shorten(value)}, but must be a string")
-            found[name] = value
+            fields[name] = value
         elif name == "tool_calls":
-            found[name] = _tool_calls(value, f"{where}.{name}")
+            fields[name] = _tool_calls(value, f"{where}.{name}")
         elif name == "tools":
-            found[name] = tools(f"{where}.{name}", value)
+            fields[name] = tools(f"{where}.{name}", value)
         elif name == "weight":  # of a file for training
             continue
         elif name == "prefix":
             if not isinstance(value, bool):
                 raise InvalidRowError(f"{where}.prefix is {shorten(value)}, but must be true or false")
         else:
-            known = ", ".join(OF_MESSAGE)
-            raise InvalidRowError(f"{where}.{shorten(name)} is {shorten(value)}, but only {known} are used")
+            allowed = ", ".join(OF_MESSAGE)
+            raise InvalidRowError(f"{where}.{shorten(name)} is {shorten(value)}, but only {allowed} are used")
 
 
 def _is_prefix(value: list[Fields]) -> bool:
     """Return whether the last message is one that the answer continues. Raises InvalidRowError for another one that is
     marked so."""
-    for place, message in enumerate(value):
+    for index, message in enumerate(value):
         if "prefix" in message and message["prefix"] is True:
-            if place + 1 < len(value) or message["role"] != "assistant":
+            if index + 1 < len(value) or message["role"] != "assistant":
                 reason = "only the assistant's last message may be one"
-                raise InvalidRowError(f"messages[{place}].prefix is true, but {reason}")
+                raise InvalidRowError(f"messages[{index}].prefix is true, but {reason}")
             return True
     return False
 
@@ -110,13 +110,13 @@ def _is_prefix(value: list[Fields]) -> bool:
 def _tool_calls(value: object, where: str) -> list[Fields]:
     if not isinstance(value, list):
         raise InvalidRowError(f"{where} is {shorten(value)}, but must be a list of calls")
-    for place, call in enumerate(value):
+    for index, call in enumerate(value):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise InvalidRowError(f"{where}[{place}] is {shorten(call)}, but must be an object with function, its name")
+            raise InvalidRowError(f"{where}[{index}] is {shorten(call)}, but must be an object with function, its name")
         if not isinstance(arguments := function.get("arguments"), str | dict | None):
             raise InvalidRowError(
-                f"{where}[{place}].function.arguments is {shorten(arguments)}, but must be an object or its JSON"
+                f"{where}[{index}].function.arguments is {shorten(arguments)}, but must be an object or its JSON"
             )
     return value
 
@@ -139,7 +139,7 @@ def tools(name: str, value: object) -> list[Fields]:
     """
     if not isinstance(value, list):
         raise InvalidRowError(f"{name} is {shorten(value)}, but must be a list of functions")
-    return [_tool(tool, f"{name}[{place}]") for place, tool in enumerate(value)]
+    return [_tool(tool, f"{name}[{index}]") for index, tool in enumerate(value)]
 
 
 def _tool(value: object, where: str) -> Fields:
@@ -303,8 +303,8 @@ def _some_text(name: str, value: object) -> str:
     return value
 
 
-def _refuse_unknown(value: Fields, known: tuple[str, ...], where: str) -> None:
+def _refuse_unknown(value: Fields, allowed: tuple[str, ...], where: str) -> None:
     """Raise InvalidRowError for a field that is not known, because it might change the text."""
     for name, item in value.items():
-        if name not in known and item is not None:
-            raise InvalidRowError(f"{where}.{shorten(name)} is {shorten(item)}, but only {', '.join(known)} are used")
+        if name not in allowed and item is not None:
+            raise InvalidRowError(f"{where}.{shorten(name)} is {shorten(item)}, but only {', '.join(allowed)} are used")

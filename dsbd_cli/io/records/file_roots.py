@@ -30,15 +30,15 @@ def file_of_row(root: str, field: str, path: str) -> str:
     if field == "image" and path.startswith(DATA):
         return path
     try:
-        found = os.path.realpath(os.path.join(root, path)) if len(path) <= MOST_CHARACTERS else None
+        real_path = os.path.realpath(os.path.join(root, path)) if len(path) <= MOST_CHARACTERS else None
     except (OSError, ValueError):  # a NUL, or links in a circle
-        found = None
-    if found is None:
+        real_path = None
+    if real_path is None:
         hint = f": contents are written as {DATA}image/png;base64,..." if field == "image" else ""
         raise InvalidRowError(f"{field} is {shorten(path)}, which is no path{hint}")
-    if os.path.commonpath((root, found)) != root:
+    if os.path.commonpath((root, real_path)) != root:
         raise InvalidRowError(
             f"{field} is {shorten(path)}, which is not under {root}: rows may read files there alone (--files-under "
             "names another folder)"
         )
-    return found
+    return real_path

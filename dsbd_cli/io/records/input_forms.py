@@ -53,7 +53,7 @@ SOURCE_OF: dict[Form, str] = {"openai-completions": "prompt", "openai-chat": "me
 SOURCES = ("prompt", "messages", "audio", "image")
 ENVELOPE = ("custom_id", "method", "url", "body")
 KNOWN = (*ROW_FIELDS, *ALIASES, *READ_AS)
-READ_AS_IN_RESPONSES = {**READ_AS, **{one.name: one.becomes for one in RESPONSES}}
+READ_AS_IN_RESPONSES = {**READ_AS, **{field.name: field.becomes for field in RESPONSES}}
 _HOLDERS = frozenset(CONTAINERS)
 RENAMED = _HOLDERS | ALIASES.keys()
 
@@ -140,10 +140,10 @@ def as_written(message: str, raw: Fields) -> str:
         return message
     read_as = READ_AS_IN_RESPONSES if raw.get("url") == "/v1/responses" else READ_AS
     for prefix, row in _places(raw):
-        given = [key for key, value in row.items() if value is not None]
-        if name in given and name not in read_as:
+        names = [key for key, value in row.items() if value is not None]
+        if name in names and name not in read_as:
             return prefix + message
-        for key in given:
+        for key in names:
             if ALIASES.get(key) == name:
                 return prefix + key + message[len(name) :]
             if name in read_as.get(key, ()):  # places inside of the field that it is read as are not the row's
@@ -169,11 +169,11 @@ def _places(raw: Fields) -> list[tuple[str, Fields]]:
     """Return a row and the objects in it that hold request fields, each with what the names of its fields begin with in
     messages."""
     body = raw.get("body")
-    found = [("", raw), ("body.", body)] if isinstance(body, dict) else [("", raw)]
-    for prefix, row in found:  # which grows
+    places = [("", raw), ("body.", body)] if isinstance(body, dict) else [("", raw)]
+    for prefix, row in places:  # which grows
         if not _HOLDERS.isdisjoint(row):
-            found += [(f"{prefix}{name}.", inner) for name in CONTAINERS if isinstance(inner := row.get(name), dict)]
-    return found
+            places += [(f"{prefix}{name}.", inner) for name in CONTAINERS if isinstance(inner := row.get(name), dict)]
+    return places
 
 
 def _envelope(raw: Fields) -> ParsedRow:

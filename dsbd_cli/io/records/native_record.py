@@ -121,16 +121,16 @@ def _stats(stats: RequestStats) -> Fields:
 
 def draft_fields(stats: RequestStats) -> Fields:
     """Return the numbers of drafted and accepted nodes and their share, of all drafters and of each."""
-    found = _acceptance(stats)
+    record = _acceptance(stats)
     if stats.drafters:
-        found |= _drafter_fields(stats.drafters)
-    return found
+        record |= _drafter_fields(stats.drafters)
+    return record
 
 
 def _drafter_fields(drafters: Mapping[str, DrafterStats]) -> Fields:
     """Return the acceptance by drafter where there are two, else nothing."""
-    found = {name: _acceptance(part) for name, part in drafters.items()}
-    return {"drafters": found} if found else {}
+    record = {name: _acceptance(part) for name, part in drafters.items()}
+    return {"drafters": record} if record else {}
 
 
 def _acceptance(counts: DrafterStats | RequestStats) -> Fields:

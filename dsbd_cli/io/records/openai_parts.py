@@ -12,9 +12,9 @@ from dsbd_cli.requests import Hypothesis, TokenDetail
 CALL_ID_LENGTH = 9  # letters and digits: the only ids that the chat templates of Mistral's models accept
 
 
-def call_id(key: str, rank: int, place: int) -> str:
+def call_id(key: str, rank: int, index: int) -> str:
     """Return the id of a call. key: of the row. rank: of the text. place: of the call in the text."""
-    return hashlib.blake2b(f"{key}:{rank}:{place}".encode(), digest_size=8).hexdigest()[:CALL_ID_LENGTH]
+    return hashlib.blake2b(f"{key}:{rank}:{index}".encode(), digest_size=8).hexdigest()[:CALL_ID_LENGTH]
 
 
 def shown_tokens(beam: Hypothesis) -> list[TokenDetail] | None:
@@ -24,7 +24,7 @@ def shown_tokens(beam: Hypothesis) -> list[TokenDetail] | None:
     """
     if beam.tokens is None:
         return None
-    return [token for place, token in enumerate(beam.tokens) if token.text or place + 1 < len(beam.tokens)]
+    return [token for index, token in enumerate(beam.tokens) if token.text or index + 1 < len(beam.tokens)]
 
 
 def chat_token(token: TokenDetail) -> Fields:

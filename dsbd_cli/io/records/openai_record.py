@@ -82,8 +82,8 @@ def _message(key: str, rank: int, beam: Hypothesis) -> Fields:
     if beam.tool_calls:
         message["content"] = beam.text or None
         message["tool_calls"] = [
-            {"id": call_id(key, rank, place), "type": "function", "function": function}
-            for place, function in enumerate(call_fields(beam))
+            {"id": call_id(key, rank, index), "type": "function", "function": function}
+            for index, function in enumerate(call_fields(beam))
         ]
     return message
 

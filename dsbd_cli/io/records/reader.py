@@ -182,10 +182,10 @@ class RowReader:
     def _asked(self, row: Fields) -> tuple[str | None, Messages | None, bool]:
         """Return the prompt or the messages of a row, and whether its last message says that the answer continues it;
         neither for speech or a picture alone. Raises InvalidRowError."""
-        given = [name for name in SOURCES if name in row]
-        if len(given) > 1 and given != ["prompt", "image"]:
-            raise InvalidRowError(f"{given[0]} and {given[1]} are both given: give one of them")
-        if not given:
+        sources = [name for name in SOURCES if name in row]
+        if len(sources) > 1 and sources != ["prompt", "image"]:
+            raise InvalidRowError(f"{sources[0]} and {sources[1]} are both given: give one of them")
+        if not sources:
             raise InvalidRowError(NO_SOURCE)
         prompt = text(row, "prompt") if "prompt" in row else None
         chat, continued = messages(row["messages"]) if "messages" in row else (None, False)
@@ -228,8 +228,8 @@ class RowReader:
             fault = self._grammar_fault(grammar)
             if fault is not None:
                 assert isinstance(value, dict), "else it is refused"
-                place = ".json_schema.schema" if value.get("json_schema") is not None else ""
-                raise InvalidRowError(f"response_format{place} cannot be used: {fault}")
+                inner = ".json_schema.schema" if value.get("json_schema") is not None else ""
+                raise InvalidRowError(f"response_format{inner} cannot be used: {fault}")
         return grammar
 
     def _grammar_fault(self, grammar: Grammar) -> str | None:
@@ -253,31 +253,33 @@ class RowReader:
             _check_special_tokens(own.pop("add_special_tokens"))
         # most rows of a file ask for the same; the key is JSON, because 1 and True are equal as keys of a dict
         written = orjson.dumps(own)
-        known = self._known_sampling.get(written)
-        if known is None:
-            known = self._checked_sampling(own)
+        sampling = self._known_sampling.get(written)
+        if sampling is None:
+            sampling = self._checked_sampling(own)
             if len(self._known_sampling) >= MAX_KNOWN:
                 self._known_sampling.clear()
             if len(written) <= MAX_KNOWN_BYTES:
-                self._known_sampling[written] = known
-        return known
+                self._known_sampling[written] = sampling
+        return sampling
 
     def _checked_sampling(self, row: Fields) -> SamplingConfig:
-        given: Fields = {
+        values: Fields = {
             name: float(value) if name in NUMBERS and type(value) is int else value
             for name, value in row.items()
             if name not in AGREEING_FIELDS and name not in RULE_FIELDS
         }
-        given["token_rules"] = without_rules(self.sampling.token_rules, given)  # a row's own fields go before the run's
+        values["token_rules"] = without_rules(
+            self.sampling.token_rules, values
+        )  # a row's own fields go before the run's
         if "token_rules" in row:
-            given["token_rules"] = _rules(row["token_rules"])
+            values["token_rules"] = _rules(row["token_rules"])
         if row.get("bad_words_ids") == []:  # switches off those of the checkpoint, too
-            given["token_rules"] = _joined(given["token_rules"], "bad_words_ids=none")
+            values["token_rules"] = _joined(values["token_rules"], "bad_words_ids=none")
         if not RULE_FIELDS.keys().isdisjoint(row):
-            given["token_rules"] = _with_rules(given["token_rules"], row)
+            values["token_rules"] = _with_rules(values["token_rules"], row)
         if "logit_bias" in row:
-            given["logit_bias"] = _logit_bias(row["logit_bias"])
-        sampling = replace(self.sampling, **given)  # type: ignore[arg-type] # it checks their types
+            values["logit_bias"] = _logit_bias(row["logit_bias"])
+        sampling = replace(self.sampling, **values)  # type: ignore[arg-type] # it checks their types
         if self._searches:  # which draws nothing, whatever a row says
             sampling = replace(sampling, **{name: getattr(self.sampling, name) for name in WARP_FIELDS})
         check_request(sampling, self.rule, self.num_beams)
@@ -346,32 +348,34 @@ def _with_system(system: str, chat: Messages | None) -> Messages:
 def _chat(row: Fields, chat: Messages | None, continued: bool) -> ChatConfig:
     """Return the settings of a conversation. continued: its last message says so. Raises InvalidRowError and
     UsageError."""
-    given = {name: value for name, value in row.items() if name in CHAT_FIELDS}
+    chat_fields = {name: value for name, value in row.items() if name in CHAT_FIELDS}
     if chat is None:
-        given = {name: value for name, value in given.items() if (name, value) != ("reasoning_effort", "none")}
-        for name, value in given.items():
+        chat_fields = {
+            name: value for name, value in chat_fields.items() if (name, value) != ("reasoning_effort", "none")
+        }
+        for name, value in chat_fields.items():
             reason = "it is about a chat, and the row has none: give messages, or run with --chat"
             raise InvalidRowError(f"{name} is {shorten(value)}, but {reason}")
         return NO_CHAT
-    if given.get("parallel_tool_calls", True) is not True and "tools" in given:
+    if chat_fields.get("parallel_tool_calls", True) is not True and "tools" in chat_fields:
         reason = "whether a model calls one function or several is not decided here: drop it"
-        raise InvalidRowError(f"parallel_tool_calls is {shorten(given['parallel_tool_calls'])}, but {reason}")
-    if continued and given.get("continue_final_message") is False:
+        raise InvalidRowError(f"parallel_tool_calls is {shorten(chat_fields['parallel_tool_calls'])}, but {reason}")
+    if continued and chat_fields.get("continue_final_message") is False:
         raise InvalidRowError("continue_final_message is false, but the last message has prefix: drop one of them")
-    continues = given.get("continue_final_message", continued)
-    _check_turn(given, chat, continues)
+    continues = chat_fields.get("continue_final_message", continued)
+    _check_turn(chat_fields, chat, continues)
     return ChatConfig(
-        tools=tuple(given.get("tools", ())),  # type: ignore[arg-type] # it is a list
-        tool_choice=given.get("tool_choice", "auto"),  # type: ignore[arg-type] # it is a text
-        documents=given.get("documents", ()),  # type: ignore[arg-type] # it checks the types of the rest
-        template_kwargs=_template_kwargs(given),
+        tools=tuple(chat_fields.get("tools", ())),  # type: ignore[arg-type] # it is a list
+        tool_choice=chat_fields.get("tool_choice", "auto"),  # type: ignore[arg-type] # it is a text
+        documents=chat_fields.get("documents", ()),  # type: ignore[arg-type] # it checks the types of the rest
+        template_kwargs=_template_kwargs(chat_fields),
         continue_final_message=continues,  # type: ignore[arg-type]
     )
 
 
-def _check_turn(given: Fields, chat: Messages, continues: object) -> None:
+def _check_turn(fields: Fields, chat: Messages, continues: object) -> None:
     """Check what fields say of the last message and of a new turn behind it. Raises InvalidRowError."""
-    opens = given.get("add_generation_prompt", True)
+    opens = fields.get("add_generation_prompt", True)
     if not isinstance(opens, bool):
         raise InvalidRowError(f"add_generation_prompt is {shorten(opens)}, but must be true or false")
     if not opens and continues is not True:
@@ -383,9 +387,9 @@ def _check_turn(given: Fields, chat: Messages, continues: object) -> None:
         raise InvalidRowError(f"continue_final_message is true, but {reason}")
 
 
-def _template_kwargs(given: Fields) -> dict[str, object] | None:
+def _template_kwargs(fields: Fields) -> dict[str, object] | None:
     """Return the variables of the template. Raises InvalidRowError."""
-    kwargs, effort = given.get("chat_template_kwargs"), given.get("reasoning_effort")
+    kwargs, effort = fields.get("chat_template_kwargs"), fields.get("reasoning_effort")
     if not isinstance(kwargs, dict | None):
         raise InvalidRowError(f"chat_template_kwargs is {shorten(kwargs)}, but must be an object")
     if effort is None:
@@ -411,14 +415,14 @@ def _with_rules(rules: object, row: Fields) -> str:
     """Return token rules, as --set token-rules spells them, with those that are fields of the row. Raises
     InvalidRowError and UsageError."""
     text = "" if rules is None else str(rules)
-    given = {name: value for name, value in row.items() if name in RULE_FIELDS}
-    for name, value in given.items():
+    rule_fields = {name: value for name, value in row.items() if name in RULE_FIELDS}
+    for name, value in rule_fields.items():
         expected = RULE_FIELDS[name]
         if not _is_rule(value, expected):
             raise InvalidRowError(f"{name} is {shorten(value)}, but must be {expected}")
         if "token_rules" in row and name in named_rules(text):
             raise InvalidRowError(f"{name} is {shorten(value)}, but token_rules has it too: drop one")
-    return _joined(text, written_rules(given))
+    return _joined(text, written_rules(rule_fields))
 
 
 def _joined(rules: object, more: str) -> str:
@@ -465,8 +469,8 @@ def _allow(value: object) -> str | tuple[str, ...]:
 def _check_limits(row: Fields, sampling: SamplingConfig) -> None:
     """Raise InvalidRowError for a field above its limit, if the row itself sets the field."""
     if "max_new_tokens" in row and sampling.max_new_tokens > MAX_NEW_TOKENS:
-        given = shorten(row["max_new_tokens"])
-        raise InvalidRowError(f"max_new_tokens is {given}, but must be at most {MAX_NEW_TOKENS}")
+        tokens = shorten(row["max_new_tokens"])
+        raise InvalidRowError(f"max_new_tokens is {tokens}, but must be at most {MAX_NEW_TOKENS}")
     if "stop" in row and (fault := stops_fault(sampling.stop)):
         raise InvalidRowError(f"stop is {fault}")
 

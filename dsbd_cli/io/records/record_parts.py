@@ -86,7 +86,7 @@ class MethodRecord:
         """Return the settings of drafters and rule. One that another setting keeps from acting is null."""
         method, values = self.method, self.method.resolved
         variants = (*method.drafters, RULES[method.rule])
-        names = [one.field for variant in variants for one in variant.settings]
+        names = [setting.field for variant in variants for setting in variant.settings]
         return {name: _escape_bad_bytes(value) if isinstance(value := values[name], str) else value for name in names}
 
 
@@ -134,7 +134,7 @@ def calls_text(beam: Hypothesis) -> str | None:
 
 def sampling_fields(sampling: SamplingConfig) -> Fields:
     """Return the options of rows as plain JSON values, later ones only where they ask for something."""
-    values = {name: (getattr(sampling, name), one.default) for name, one in sampling.__dataclass_fields__.items()}
+    values = {name: (getattr(sampling, name), field.default) for name, field in sampling.__dataclass_fields__.items()}
     return {name: _plain(value) for name, (value, no) in values.items() if name in FIRST_OPTIONS or value != no}
 
 

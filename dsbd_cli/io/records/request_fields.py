@@ -544,14 +544,14 @@ WITHOUT_EFFECT = frozenset(
     "remove_invalid_values transformers_version _from_model_config".split()
 )
 
-FIELDS: dict[str, RequestField] = {one.name: one for part in HONOURED.values() for one in part}
-ROW_FIELDS = tuple(name for name, one in FIELDS.items() if not one.becomes)
+FIELDS: dict[str, RequestField] = {field.name: field for part in HONOURED.values() for field in part}
+ROW_FIELDS = tuple(name for name, field in FIELDS.items() if not field.becomes)
 # Other names of our own fields.
-ALIASES = {alias: one.name for one in FIELDS.values() if not one.becomes for alias in one.aliases}
+ALIASES = {alias: field.name for field in FIELDS.values() if not field.becomes for alias in field.aliases}
 # Every name of a field that is honoured -> the field.
-NAMED = {name: one for one in FIELDS.values() for name in (one.name, *one.aliases)}
+NAMED = {name: field for field in FIELDS.values() for name in (field.name, *field.aliases)}
 # Names of fields that are read as others -> our own.
-READ_AS = {name: one.becomes for name, one in NAMED.items() if one.becomes}
+READ_AS = {name: field.becomes for name, field in NAMED.items() if field.becomes}
 
 
 # Of the refused names, those that stand for data in flat rows, where they are ignored with a warning.
@@ -560,23 +560,23 @@ DATA = frozenset({"task"})
 
 def is_neutral(value: object, neutral: tuple[object, ...]) -> bool:
     """Return whether a value is one of these. Its type must agree too, because 0 == False and 1 == True."""
-    return any(type(value) is type(one) and value == one for one in neutral)
+    return any(type(value) is type(value_of_field) and value == value_of_field for value_of_field in neutral)
 
 
 def types_of(schema: Schema) -> set[str]:
     """Return the JSON types that values of a schema may have; none where any may come."""
-    found: set[str] = set()
-    for one in schema.get("anyOf", ()):  # type: ignore[attr-defined] # it is a list
-        found |= types_of(one)
+    types: set[str] = set()
+    for option in schema.get("anyOf", ()):  # type: ignore[attr-defined] # it is a list
+        types |= types_of(option)
     if "type" in schema:
         kinds = schema["type"]
-        found |= set(kinds) if isinstance(kinds, list) else {str(kinds)}
+        types |= set(kinds) if isinstance(kinds, list) else {str(kinds)}
     if "const" in schema or "enum" in schema:
         values = schema.get("enum", [schema.get("const")])
-        found |= {_JSON_TYPES[type(value)] for value in values}  # type: ignore[attr-defined] # it is a list
+        types |= {_JSON_TYPES[type(value)] for value in values}  # type: ignore[attr-defined] # it is a list
     if "$ref" in schema:
-        found.add("object")
-    return found
+        types.add("object")
+    return types
 
 
 _JSON_TYPES = {str: "string", int: "integer", bool: "boolean"}

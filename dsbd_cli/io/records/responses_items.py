@@ -9,24 +9,24 @@ IGNORED = ("id", "status", "type")  # of an item: where it came from
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text")
 
 
-def responses_messages(given: object, instructions: object) -> list[Fields]:
+def responses_messages(items: object, instructions: object) -> list[Fields]:
     """Return the messages of a chat that asks for the same. instructions: a message of the system before them.
 
     A call of a function belongs to the assistant's message before it, a text of reasoning to the one behind it. Raises
     InvalidRowError.
     """
-    found: list[Fields] = []
+    messages: list[Fields] = []
     if instructions is not None:
         if not isinstance(instructions, str) or not instructions:
             raise InvalidRowError(f"body.instructions is {shorten(instructions)}, but must be a non-empty string")
-        found.append({"role": "system", "content": instructions})
-    if isinstance(given, str) and given:
-        return [*found, {"role": "user", "content": given}]
-    if not isinstance(given, list) or not given:
-        raise InvalidRowError(f"body.input is {shorten(given)}, but must be a non-empty string or list of items")
+        messages.append({"role": "system", "content": instructions})
+    if isinstance(items, str) and items:
+        return [*messages, {"role": "user", "content": items}]
+    if not isinstance(items, list) or not items:
+        raise InvalidRowError(f"body.input is {shorten(items)}, but must be a non-empty string or list of items")
     reasoning = ""
-    for place, item in enumerate(given):
-        where = f"body.input[{place}]"
+    for index, item in enumerate(items):
+        where = f"body.input[{index}]"
         if not isinstance(item, dict):
             raise InvalidRowError(f"{where} is {shorten(item)}, but must be an object")
         kind = item.get("type")
@@ -35,9 +35,9 @@ def responses_messages(given: object, instructions: object) -> list[Fields]:
             continue
         if kind == "function_call":
             message = _call(item, where)
-            if found and found[-1]["role"] == "assistant" and not reasoning:
-                calls = [*_list(found[-1].get("tool_calls")), *_list(message["tool_calls"])]
-                found[-1]["tool_calls"] = calls
+            if messages and messages[-1]["role"] == "assistant" and not reasoning:
+                calls = [*_list(messages[-1].get("tool_calls")), *_list(message["tool_calls"])]
+                messages[-1]["tool_calls"] = calls
                 continue
         elif kind == "function_call_output":
             _refuse_others(item, ("call_id", "output"), where)
@@ -56,10 +56,10 @@ def responses_messages(given: object, instructions: object) -> list[Fields]:
         elif reasoning:
             raise InvalidRowError(f"{where} follows reasoning, but must be the assistant's: drop the reasoning")
         reasoning = ""
-        found.append(message)
+        messages.append(message)
     if reasoning:
         raise InvalidRowError("input ends with reasoning, which no answer follows: drop it")
-    return found
+    return messages
 
 
 def text_format(name: str, value: object) -> Fields:
@@ -100,7 +100,7 @@ def _text(value: object, where: str) -> str:
         return value
     if not isinstance(value, list):
         raise InvalidRowError(f"{where} is {shorten(value)}, but must be a string or a list of text parts")
-    return "".join([_part(part, f"{where}[{place}]") for place, part in enumerate(value)])
+    return "".join([_part(part, f"{where}[{index}]") for index, part in enumerate(value)])
 
 
 def _part(part: object, where: str) -> str:
@@ -114,9 +114,9 @@ def _list(value: object) -> list[object]:
     return value if isinstance(value, list) else []
 
 
-def _refuse_others(item: Fields, known: tuple[str, ...], where: str) -> None:
+def _refuse_others(item: Fields, allowed: tuple[str, ...], where: str) -> None:
     """Raise InvalidRowError for a field of an item that is not known, because it might change the text."""
     for name, value in item.items():
-        if name not in known and name not in IGNORED and value not in (None, [], {}):
-            used = ", ".join(known)
+        if name not in allowed and name not in IGNORED and value not in (None, [], {}):
+            used = ", ".join(allowed)
             raise InvalidRowError(f"{where}.{shorten(name)} is {shorten(value)}, but only {used} are used")

@@ -66,8 +66,8 @@ def _output(key: str, rank: int, beam: Hypothesis) -> list[Fields]:
             content["logprobs"] = [chat_token(token) for token in tokens]
         about = {"id": f"msg_{name}", "type": "message", "role": "assistant", "status": status}
         items.append({**about, "content": [content]})
-    for place, call in enumerate(beam.tool_calls):
-        own = call_id(key, rank, place)
+    for index, call in enumerate(beam.tool_calls):
+        own = call_id(key, rank, index)
         named = {"call_id": own, "name": call.name, "arguments": call.arguments}
         items.append({"id": f"fc_{own}", "type": "function_call", **named, "status": "completed"})
     return items

@@ -86,7 +86,7 @@ _ALL = (
     LOG,
     DRY_RUN,
 )
-CONTRACTS = {one.name: one for one in _ALL}
+CONTRACTS = {contract.name: contract for contract in _ALL}
 
 
 def contract_of(name: str) -> Contract:
@@ -107,13 +107,13 @@ def dump_line(record: object) -> bytes:
 
 def _escaped(text: bytes) -> bytes:
     if b"\x7f" in text or not (text.isascii() or (b"\xc2" not in text and b"\xe2\x80" not in text)):
-        text = _CONTROLS.sub(lambda found: b"\\u%04x" % ord(found[0].decode()), text)
+        text = _CONTROLS.sub(lambda match: b"\\u%04x" % ord(match[0].decode()), text)
     return text
 
 
 def _read(file: str) -> dict[str, object]:
-    found: dict[str, object] = orjson.loads((FOLDER / file).read_bytes())
-    return found
+    schema: dict[str, object] = orjson.loads((FOLDER / file).read_bytes())
+    return schema
 
 
 def _bundled(schema: dict[str, object]) -> dict[str, object]:
@@ -124,17 +124,17 @@ def _bundled(schema: dict[str, object]) -> dict[str, object]:
 
     def resolved(node: object) -> object:
         if isinstance(node, list):
-            return [resolved(one) for one in node]
+            return [resolved(item) for item in node]
         if not isinstance(node, dict):
             return node
-        found = {name: resolved(one) for name, one in node.items()}
-        reference = found.get("$ref")
+        schema = {name: resolved(value) for name, value in node.items()}
+        reference = schema.get("$ref")
         if isinstance(reference, str) and reference.startswith(SHARED):
             name = reference.rsplit("/", 1)[1]
-            found["$ref"] = f"#/$defs/{name}"
+            schema["$ref"] = f"#/$defs/{name}"
             if name not in taken:
                 taken[name] = resolved(shared[name])
-        return found
+        return schema
 
     whole = resolved(schema)
     assert isinstance(whole, dict)

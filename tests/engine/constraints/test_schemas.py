@@ -43,7 +43,7 @@ class Bytes:
 @pytest.mark.parametrize(
     "method",
     [
-        pytest.param({"rule": "coupled", "drafter": "grammar"}, marks=pytest.mark.slow),
+        {"rule": "coupled", "drafter": "grammar"},
         {"rule": "search", "depth": 3},
         {"rule": "rejection", "depth": 3, "width": "fixed"},
         {"rule": "coupled", "depth": 0},

@@ -11,8 +11,7 @@ import torch
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.variants import DIVERGENCE, FUZZY_THRESHOLD, RULES
 from dsbd_cli.engine.decoding.engine import Engine
-from dsbd_cli.engine.verify.divergence import divergence
-from dsbd_cli.engine.verify.fuzzy import Fuzzy, layer_divergence
+from dsbd_cli.engine.verify.fuzzy import Fuzzy, divergence, layer_divergence
 from dsbd_cli.engine.verify.rules import make_rule
 from dsbd_cli.errors import UsageError
 from tests.engine.decoding.test_distribution import exact_distribution, excess, run_engine

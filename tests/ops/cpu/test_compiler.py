@@ -21,8 +21,8 @@ from dsbd_cli.ops.cpu.kernels import compiler as compiled
 from dsbd_cli.ops.cpu.kernels.compiler import KernelCompiler, lock_of
 from dsbd_cli.ops.cpu.kernels.simd import get_i64, put_i32
 from dsbd_cli.ops.cpu.runtime import CpuKernel, compile_beside, compiled_folder, distrust
-from tests.helpers.slow import ROOT
 
+ROOT = Path(__file__).parents[3]
 COMPILING = "compiling the kernels of tests (about 1 s)"
 
 
@@ -300,7 +300,6 @@ for file in sorted(Path(kernels.__file__).parent.glob("*.py")):
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_kernels_compile_for_every_processor(name: str, tmp_path: Path) -> None:
     """Guards processors other than the one at hand: LLVM ends the process at an instruction that the processor lacks,

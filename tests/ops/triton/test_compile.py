@@ -15,7 +15,6 @@ import pytest
 SHARED = 48 * 1024
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90])
 def test_every_shape_in_use_compiles_without_spills(capability: int) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -99,16 +99,16 @@ class BridgeDrafter(Drafter):
         texts have more than D target tokens."""
         before = self._cache.forwards
         live = self._texts(context)
-        found: list[_Found] = [{} for _ in live]
+        proposals: list[_Found] = [{} for _ in live]
         width, depth = context.drafts_per_layer, context.depth
         finished = [0] * len(live)
         for _ in range(MOST_PER_LAYER * depth + SPARE):
             live = [drafts if 2 * count < width else [] for drafts, count in zip(live, finished, strict=True)]
             if not any(live):
                 break
-            live = self._grow(live, found, finished, width, depth)
+            live = self._grow(live, proposals, finished, width, depth)
         self.calls = self._cache.forwards - before
-        return _forest(context, found)
+        return _forest(context, proposals)
 
     def _admit(self, context: DraftContext, iterations: Sequence[int]) -> set[int]:
         """Take the prompts of new rows, and return which rows are new. Where rows were dropped from the batch the
@@ -170,7 +170,7 @@ class BridgeDrafter(Drafter):
 
     def _ids(self, prompt: _Prompt, text: bytes) -> list[int]:
         """Return the draft tokens of a text that ends with a word. Those of its longest known beginning are reused."""
-        start = max((known for known in prompt.known if text.startswith(known)), key=len, default=b"")
+        start = max((prefix for prefix in prompt.known if text.startswith(prefix)), key=len, default=b"")
         return prompt.known.get(start, []) + self._encode(text[len(start) :])
 
     def _encode(self, data: bytes) -> list[int]:
@@ -184,26 +184,26 @@ class BridgeDrafter(Drafter):
         return ids
 
     def _grow(
-        self, live: list[list[_Draft]], found: list[_Found], finished: list[int], width: int, depth: int
+        self, live: list[list[_Draft]], proposals: list[_Found], finished: list[int], width: int, depth: int
     ) -> list[list[_Draft]]:
         """Extend every text by one draft token, and return the best `width` of each row. Texts of more than D target
         tokens are left out, and are counted in `finished`."""
         choices = self._choices(live, width)
-        grown = [self._best(*row, width, depth) for row in zip(live, choices, found, strict=True)]
+        grown = [self._best(*row, width, depth) for row in zip(live, choices, proposals, strict=True)]
         self._spell([draft for row in grown for draft, _ in row])
-        for row, known in zip(grown, found, strict=True):
+        for row, proposed in zip(grown, proposals, strict=True):
             for draft, parent in row:
                 sure = len(draft.tokens) - bool(draft.tokens and self._target_spelling.may_grow(draft.tokens[-1]))
-                _keep_best(known, draft, _common(parent.tokens, draft.tokens), parent.score, depth)
-                _keep_best(known, draft, draft.tokens[:sure], draft.score, depth)
-                _keep_best(known, draft, draft.tokens, draft.score - UNSURE, depth)
+                _keep_best(proposed, draft, _common(parent.tokens, draft.tokens), parent.score, depth)
+                _keep_best(proposed, draft, draft.tokens[:sure], draft.score, depth)
+                _keep_best(proposed, draft, draft.tokens, draft.score - UNSURE, depth)
         going = [[draft for draft, _ in row if len(draft.tokens) <= depth] for row in grown]
         for number, (row, left) in enumerate(zip(grown, going, strict=True)):
             finished[number] += len(row) - len(left)
         return going
 
     def _best(
-        self, drafts: list[_Draft], choices: list[list[tuple[int, float]]], known: _Found, width: int, depth: int
+        self, drafts: list[_Draft], choices: list[list[tuple[int, float]]], proposed: _Found, width: int, depth: int
     ) -> list[tuple[_Draft, _Draft]]:
         """Return the likeliest `width` texts of one draft token more, each with the text that it grew from. Of those
         with the same bytes the likeliest is kept. Where the draft ends a text, its target tokens are taken as they
@@ -213,7 +213,7 @@ class BridgeDrafter(Drafter):
             for token, logprob in options:
                 score, data = draft.score + logprob, self._draft_spelling.spell((token,))
                 if token in self._ends and not draft.pending:
-                    _keep_best(known, draft, draft.tokens, score, depth)
+                    _keep_best(proposed, draft, draft.tokens, score, depth)
                 if token in self._ends or not data:
                     continue
                 key = (draft.beam, draft.pending[len(data) :], draft.new_bytes + data[len(draft.pending) :])
@@ -245,8 +245,8 @@ class BridgeDrafter(Drafter):
     def _extend_while_certain(self, draft: _Draft) -> None:
         """Extend a text while only one token agrees with its pending bytes. A draft of bytes would spend a forward on
         each of them."""
-        while draft.pending and len(found := self._draft_spelling.continuing(draft.pending)) == 1:
-            token = int(found[0])
+        while draft.pending and len(continuing := self._draft_spelling.continuing(draft.pending)) == 1:
+            token = int(continuing[0])
             data = self._draft_spelling.table[token]
             draft.ids.append(token)
             draft.pending, draft.new_bytes = draft.pending[len(data) :], draft.new_bytes + data[len(draft.pending) :]
@@ -283,18 +283,18 @@ class BridgeDrafter(Drafter):
 
 def _common(first: list[int], second: list[int]) -> list[int]:
     same = 0
-    for one, other in zip(first, second, strict=False):
-        if one != other:
+    for left, other in zip(first, second, strict=False):
+        if left != other:
             break
         same += 1
     return second[:same]
 
 
-def _keep_best(found: _Found, draft: _Draft, tokens: list[int], score: float, depth: int) -> None:
+def _keep_best(proposed: _Found, draft: _Draft, tokens: list[int], score: float, depth: int) -> None:
     """Add tokens below a beam, `depth` at most, each with the best score it has had."""
     for length in range(1, min(len(tokens), depth) + 1):
         key = (draft.beam, *tokens[:length])
-        found[key] = max(score, found.get(key, NEG_INF))
+        proposed[key] = max(score, proposed.get(key, NEG_INF))
 
 
 def _fitted(ids: list[int], room: int) -> list[int]:
@@ -305,21 +305,21 @@ def _fitted(ids: list[int], room: int) -> list[int]:
     return ids[-(-(len(ids) - room) // step) * step :]
 
 
-def _forest(context: DraftContext, found: list[_Found]) -> Forest:
+def _forest(context: DraftContext, proposals: list[_Found]) -> Forest:
     """Return a forest of the K best nodes of every layer whose parents are nodes."""
     beams, count, depth = context.beams, context.drafts_per_layer, context.depth
-    shape = (depth, len(found), count)
+    shape = (depth, len(proposals), count)
     above, token = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
     valid, weight = np.zeros(shape, dtype=bool), np.full(shape, NEG_INF, dtype=np.float32)
-    for row, known in enumerate(found):
+    for row, proposed in enumerate(proposals):
         parents: dict[tuple[int, ...], int] = {(beam,): beam for beam in range(beams.token.shape[1])}
         for layer in range(depth):
-            fitting = [key for key in known if len(key) == layer + 2 and key[:-1] in parents]
-            best = heapq.nlargest(count, fitting, key=known.__getitem__)
-            for place, key in enumerate(best):
-                above[layer, row, place], token[layer, row, place] = parents[key[:-1]], key[-1]
-                valid[layer, row, place], weight[layer, row, place] = True, known[key]
-            parents = {key: place for place, key in enumerate(best)}
+            fitting = [key for key in proposed if len(key) == layer + 2 and key[:-1] in parents]
+            best = heapq.nlargest(count, fitting, key=proposed.__getitem__)
+            for index, key in enumerate(best):
+                above[layer, row, index], token[layer, row, index] = parents[key[:-1]], key[-1]
+                valid[layer, row, index], weight[layer, row, index] = True, proposed[key]
+            parents = {key: index for index, key in enumerate(best)}
     device = beams.token.device
     tensors = [torch.from_numpy(item).to(device) for item in (above, token, valid, weight)]
     forest = Forest(context.buffer)

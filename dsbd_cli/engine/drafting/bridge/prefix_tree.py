@@ -49,36 +49,36 @@ class _RowTree:
     def missing(self, path: Sequence[int]) -> int:
         """Return how many tokens of a path are not stored."""
         node = self.root
-        for known, token in enumerate(path):
-            found = node.children.get(token)
-            if found is None:
-                return len(path) - known
-            node = found
+        for depth, token in enumerate(path):
+            child = node.children.get(token)
+            if child is None:
+                return len(path) - depth
+            node = child
         return 0
 
     def leading(self, path: Sequence[int]) -> int:
         """Return how many tokens of a path are in the first slots, in order. An empty row gives out its slots in this
         order."""
         node = self.root
-        for place, token in enumerate(path):
-            found = node.children.get(token)
-            if found is None or found.slot != place:
-                return place
-            node = found
+        for depth, token in enumerate(path):
+            child = node.children.get(token)
+            if child is None or child.slot != depth:
+                return depth
+            node = child
         return len(path)
 
     def insert(self, path: Sequence[int]) -> tuple[_TokenNode, list[_TokenNode]]:
         """Store a path. Return its last node, and the nodes that had to be made for it."""
         node, made = self.root, []
         for token in path:
-            found = node.children.get(token)
-            if found is None:
+            child = node.children.get(token)
+            if child is None:
                 slot = self.free.pop()
-                found = _TokenNode(token, slot, node.depth + 1, node.seen | 1 << slot)
-                self.positions[slot] = found.depth
-                node.children[token] = found
-                made.append(found)
-            node = found
+                child = _TokenNode(token, slot, node.depth + 1, node.seen | 1 << slot)
+                self.positions[slot] = child.depth
+                node.children[token] = child
+                made.append(child)
+            node = child
         return node, made
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
@@ -87,11 +87,11 @@ class _RowTree:
         for path in paths:
             node = self.root
             for token in path:
-                found = node.children.get(token)
-                if found is None:
+                next_node = node.children.get(token)
+                if next_node is None:
                     break
                 kept.setdefault(node, set()).add(token)
-                node = found
+                node = next_node
         stack = [self.root]
         while stack:
             node = stack.pop()
@@ -137,9 +137,9 @@ class PrefixCache:
         lasts: list[list[_TokenNode]] = []
         fresh: list[list[_TokenNode]] = []
         for row, wanted in zip(self._rows, paths, strict=True):
-            found = [row.insert(path) for path in wanted]
-            lasts.append([last for last, _ in found])
-            made = [node for _, nodes in found for node in nodes]
+            slots = [row.insert(path) for path in wanted]
+            lasts.append([last for last, _ in slots])
+            made = [node for _, nodes in slots for node in nodes]
             fresh.append(sorted(made, key=lambda node: node.depth))
         width = max((len(nodes) for nodes in lasts), default=0)
         longest = max((len(nodes) for nodes in fresh), default=0)

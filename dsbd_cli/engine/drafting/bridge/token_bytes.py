@@ -39,9 +39,9 @@ class Spelling:
     def continuing(self, pending: bytes) -> np.ndarray:
         """Return the tokens that agree with the bytes that must come next: they begin with them, or are a beginning of
         them."""
-        found = [self._between(pending, _after(pending))]
-        found += [self._between(pending[:length], pending[:length] + b"\0") for length in range(1, len(pending))]
-        return np.concatenate(found)
+        ranges = [self._between(pending, _after(pending))]
+        ranges += [self._between(pending[:length], pending[:length] + b"\0") for length in range(1, len(pending))]
+        return np.concatenate(ranges)
 
     def _between(self, first: bytes, end: bytes | None) -> np.ndarray:
         """Return the tokens whose bytes sort from `first` on and before `end` (None: up to the last)."""
@@ -61,13 +61,13 @@ class Spelling:
                 here = best[end]
                 if here is None or before[0] + 1 < here[0]:
                     best[end] = (before[0] + 1, token)
-        end = max(place for place, found in enumerate(best) if found is not None)
+        end = max(end_at for end_at, cost in enumerate(best) if cost is not None)
         tokens = []
         while end:
-            found = best[end]
-            assert found is not None
-            tokens.append(found[1])
-            end -= len(self.table[found[1]])
+            cost = best[end]
+            assert cost is not None
+            tokens.append(cost[1])
+            end -= len(self.table[cost[1]])
         return tokens[::-1]
 
     def align(self, suffix: bytes, new: bytes, encoded: Sequence[int]) -> list[int]:
@@ -133,13 +133,13 @@ def split_word(text: bytes) -> tuple[bytes, bytes]:
     A tokenizer cuts at white space, so the first part has the same tokens whatever follows. A word of more than 24
     bytes is cut, at the beginning of a character.
     """
-    place = len(text)
-    while place and not text[place - 1 : place].isspace():
-        place -= 1
-    while place and text[place - 1 : place].isspace():
-        place -= 1
-    if len(text) - place > LONGEST_WORD:
-        place = len(text) - LONGEST_WORD
-        while place < len(text) and 0x80 <= text[place] < 0xC0:
-            place += 1
-    return text[:place], text[place:]
+    end = len(text)
+    while end and not text[end - 1 : end].isspace():
+        end -= 1
+    while end and text[end - 1 : end].isspace():
+        end -= 1
+    if len(text) - end > LONGEST_WORD:
+        end = len(text) - LONGEST_WORD
+        while end < len(text) and 0x80 <= text[end] < 0xC0:
+            end += 1
+    return text[:end], text[end:]
