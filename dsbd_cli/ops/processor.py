@@ -67,21 +67,17 @@ def _facts() -> tuple[frozenset[str], bool]:
     try:
         text = CPUINFO.read_text(encoding="utf-8", errors="replace")
     except OSError:  # not Linux
-        return _facts_of_llvm()
+        try:
+            from llvmlite import binding
+
+            present = [flag for flag, here in binding.get_host_cpu_features().items() if here]
+            return frozenset(map(plain, present)), binding.get_host_cpu_name().startswith("znver")
+        except Exception:  # of llvmlite or the system
+            return frozenset(), False
     values = dict(re.findall(r"^(.+?)[ \t]*:[ \t]*(.*)$", text, re.MULTILINE))
     family = values.get("cpu family", "")
     on_amd = values.get("vendor_id") == "AuthenticAMD" and family.isdigit() and int(family) >= ZEN
     return frozenset(map(plain, values.get("flags", "").split())), on_amd
-
-
-def _facts_of_llvm() -> tuple[frozenset[str], bool]:
-    try:
-        from llvmlite import binding
-
-        features, name = binding.get_host_cpu_features(), binding.get_host_cpu_name()
-    except Exception:  # of llvmlite or the system
-        return frozenset(), False
-    return frozenset(plain(flag) for flag, present in features.items() if present), name.startswith("znver")
 
 
 def instructions() -> frozenset[str]:

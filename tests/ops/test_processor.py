@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from dsbd_cli.cli.app import run
+from dsbd_cli.config.model import ModelSpec
+from dsbd_cli.models import verdicts
 from dsbd_cli.ops import processor
 from dsbd_cli.ops.processor import VARIABLE, Processor, current
 from tests.helpers.checkpoints import save
@@ -82,6 +84,14 @@ def test_what_it_cannot_be_is_an_error_in_one_line(
     assert run(["schema"]) == 2
     said = f"DSBD_CPU is {word!r}, but must be one of base, avx2, avx512 on this processor\n"
     assert capsys.readouterr().err.endswith(said)
+
+
+def test_verdicts_belong_to_a_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    digests = set()
+    for one in Processor:
+        monkeypatch.setattr(verdicts, "current", lambda one=one: one)
+        digests.add(verdicts.fingerprint(ModelSpec("t"), tmp_path))
+    assert len(digests) == len(Processor)
 
 
 def generated(folder: Path, target: Path, word: str) -> tuple[list[list[str]], dict[str, Any]]:
