@@ -20,8 +20,8 @@ def _limit_numba() -> None:
         kept = {flag for flag, _ in flags if plain(flag) in needed or not flag.startswith(("avx", "amx", "fma"))}
         config.CPU_FEATURES = ",".join(f"{'+' if here and flag in kept else '-'}{flag}" for flag, here in sorted(flags))
     if config.CPU_FEATURES is not None:
-        given = {plain(flag[1:]) for flag in config.CPU_FEATURES.split(",") if flag.startswith("+")}
-        if not needed <= given:
+        targeted = {plain(flag[1:]) for flag in config.CPU_FEATURES.split(",") if flag.startswith("+")}
+        if not needed <= targeted:
             raise RuntimeError(f"NUMBA_CPU_FEATURES has less than {current()}: set DSBD_CPU, too")
 
 
