@@ -44,7 +44,8 @@ def main() -> None:
     options = parser.parse_args()
     runs, lines = list[dict[str, object]](), list[dict[str, str]]()
     for dtype in (getattr(torch, name) for name in options.dtypes.split(",")):
-        if not select._packs(packing.Compiled, dtype):
+        kernel, _ = select.choose("linear", dtype, "plain")
+        if kernel is None or kernel.op is not packing.Compiled:
             raise SystemExit(f"no kernel of ours serves {dtype} on this processor")
         for shape in options.shapes.split(","):
             outputs, inputs = map(int, shape.split("x"))

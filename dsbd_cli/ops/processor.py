@@ -20,8 +20,8 @@ ON_ARM = platform.machine().lower() in ("arm64", "aarch64")
 
 
 class Processor(IntEnum):
-    """What a processor can do for our kernels. A larger one can do all that a smaller one can, but for AVX2_VNNI, which
-    only some have. ARM is BASE."""
+    """A processor, by the instructions that our kernels use. A larger one has all that a smaller one has, but for
+    AVX2_VNNI, which only some have. An ARM is BASE."""
 
     BASE, AVX2, AVX2_VNNI, AVX512, AVX512_VNNI, AVX512_BF16, AMX = range(7)
 
@@ -31,28 +31,22 @@ class Processor(IntEnum):
     @property
     def instructions(self) -> frozenset[str]:
         """The instruction sets that it needs, by LLVM's names without signs."""
-        smaller = (one for one in Processor if one <= self and (one != Processor.AVX2_VNNI or one == self))
-        return frozenset().union(*(_ADDED[one] for one in smaller))
+        return _DETAILS[self][0]
 
 
-_ADDED: dict[Processor, set[str]] = {
-    Processor.BASE: set(),
-    Processor.AVX2: {"avx", "avx2", "fma"},
-    Processor.AVX2_VNNI: {"avxvnni"},
-    Processor.AVX512: {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
-    Processor.AVX512_VNNI: {"avx512vnni"},
-    Processor.AVX512_BF16: {"avx512bf16"},
-    Processor.AMX: {"amxtile", "amxbf16", "amxint8"},
-}
-# its names in ATEN_CPU_CAPABILITY of torch and ONEDNN_MAX_CPU_ISA
-_LIBRARIES = {
-    Processor.BASE: ("default", "SSE41"),
-    Processor.AVX2: ("avx2", "AVX2"),
-    Processor.AVX2_VNNI: ("avx2", "AVX2_VNNI"),
-    Processor.AVX512: ("avx512", "AVX512_CORE"),
-    Processor.AVX512_VNNI: ("avx512", "AVX512_CORE_VNNI"),
-    Processor.AVX512_BF16: ("avx512", "AVX512_CORE_BF16"),
-    Processor.AMX: ("avx512", "AVX512_CORE_AMX"),
+_AVX2 = frozenset({"avx", "avx2", "fma"})
+_AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+_VNNI = _AVX512 | {"avx512vnni"}
+_BF16 = _VNNI | {"avx512bf16"}
+# instruction sets; the name in ATEN_CPU_CAPABILITY of torch, and in ONEDNN_MAX_CPU_ISA
+_DETAILS = {
+    Processor.BASE: (frozenset[str](), "default", "SSE41"),
+    Processor.AVX2: (_AVX2, "avx2", "AVX2"),
+    Processor.AVX2_VNNI: (_AVX2 | {"avxvnni"}, "avx2", "AVX2_VNNI"),
+    Processor.AVX512: (_AVX512, "avx512", "AVX512_CORE"),
+    Processor.AVX512_VNNI: (_VNNI, "avx512", "AVX512_CORE_VNNI"),
+    Processor.AVX512_BF16: (_BF16, "avx512", "AVX512_CORE_BF16"),
+    Processor.AMX: (_BF16 | {"amxtile", "amxbf16", "amxint8"}, "avx512", "AVX512_CORE_AMX"),
 }
 
 
@@ -67,21 +61,17 @@ def _facts() -> tuple[frozenset[str], bool]:
     try:
         text = CPUINFO.read_text(encoding="utf-8", errors="replace")
     except OSError:  # not Linux
-        return _facts_of_llvm()
+        try:
+            from llvmlite import binding
+
+            present = [flag for flag, here in binding.get_host_cpu_features().items() if here]
+            return frozenset(map(plain, present)), binding.get_host_cpu_name().startswith("znver")
+        except Exception:  # of llvmlite or the system
+            return frozenset(), False
     values = dict(re.findall(r"^(.+?)[ \t]*:[ \t]*(.*)$", text, re.MULTILINE))
     family = values.get("cpu family", "")
     on_amd = values.get("vendor_id") == "AuthenticAMD" and family.isdigit() and int(family) >= ZEN
     return frozenset(map(plain, values.get("flags", "").split())), on_amd
-
-
-def _facts_of_llvm() -> tuple[frozenset[str], bool]:
-    try:
-        from llvmlite import binding
-
-        features, name = binding.get_host_cpu_features(), binding.get_host_cpu_name()
-    except Exception:  # of llvmlite or the system
-        return frozenset(), False
-    return frozenset(plain(flag) for flag, present in features.items() if present), name.startswith("znver")
 
 
 def instructions() -> frozenset[str]:
@@ -96,7 +86,7 @@ def on_amd() -> bool:
 
 def possible() -> list[Processor]:
     """Return the processors that DSBD_CPU may name here, in order. The last one is this machine's."""
-    return [one for one in Processor if one.instructions <= instructions()]
+    return [processor for processor in Processor if processor.instructions <= instructions()]
 
 
 @functools.cache
@@ -113,8 +103,9 @@ def current() -> Processor:
         raise ValueError(f"{VARIABLE} is {word[:40]!r}, but must be one of {', '.join(names)} on this processor")
     chosen = processors[names.index(word)]
     if chosen != largest:
-        for variable, value in zip(("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA"), _LIBRARIES[chosen], strict=True):
-            os.environ.setdefault(variable, value)
+        _, of_torch, of_onednn = _DETAILS[chosen]
+        os.environ.setdefault("ATEN_CPU_CAPABILITY", of_torch)
+        os.environ.setdefault("ONEDNN_MAX_CPU_ISA", of_onednn)
     return chosen
 
 

@@ -79,50 +79,6 @@ def small(model: nn.Module, x: Tensor) -> int:
     return quantize(model, lambda: model(x), least=1)
 
 
-def int8_reference(linear: nn.Linear, x: Tensor, outliers: Tensor) -> Tensor:
-    """The distribution of the layer in float64: integers of weights and inputs, and the outliers beside them."""
-    kept = torch.ones(linear.in_features, dtype=torch.bool)
-    kept[outliers] = False
-    weight, ordinary = linear.weight.float() * kept, x.float() * kept
-    scales = weight.abs().amax(1) / 127
-    steps = ordinary.abs().amax(-1, keepdim=True) / 127
-    integers = torch.floor(ordinary / steps + 128.5).sub(128).long() @ torch.round(weight / scales[:, None]).long().t()
-    few = x.double()[:, outliers] @ linear.weight.double()[:, outliers].t()
-    bias = 0 if linear.bias is None else linear.bias.double()
-    return integers.double() * scales.double() * steps.double() + few + bias
-
-
-@needs_int8
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("rows", [1, 3, 4, 37])
-@pytest.mark.usefixtures("backend")
-def test_equals_a_reference_on_integers(dtype: torch.dtype, bias: bool, rows: int) -> None:
-    model, x = block(dtype, bias), inputs(rows, dtype)
-    plain = model.left
-    assert small(model, inputs(8, dtype, seed=3)) == 3
-    layer = model.left
-    assert isinstance(layer, Int8Linear)
-    with torch.inference_mode():
-        found = layer(x)
-    expected = int8_reference(plain, x, layer.product.linear.backend._outliers)
-    tolerance = 1e-5 if dtype == torch.float32 else 1.6e-2
-    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance * float(expected.std()))
-
-
-@needs_int8
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_any_number_of_outliers(backend: Any, dtype: torch.dtype, count: int) -> None:
-    linear, x = block(dtype).left, inputs(9, dtype)
-    outliers = torch.tensor([5, 34, 63])[:count]
-    with torch.inference_mode():
-        found = backend([linear.weight], outliers, linear.bias, select.packed_linear)(x)
-    expected = int8_reference(linear, x, outliers)
-    tolerance = 1e-5 if dtype == torch.float32 else 1.6e-2
-    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance * float(expected.std()))
-
-
 @needs_int8
 @pytest.mark.parametrize("shape", [(9, 160, 72), (5, 72, 160), (210, 64, 130), (7, 5000, 3)])
 def test_the_sums_are_those_of_the_integers_exactly(backend: Any, shape: tuple[int, int, int]) -> None:
@@ -147,23 +103,6 @@ def test_the_sums_are_those_of_the_integers_exactly(backend: Any, shape: tuple[i
 
 
 @needs_int8
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("strange", [float("nan"), float("inf")])
-def test_what_is_no_number_stays_in_its_row(backend: Any, dtype: torch.dtype, strange: float) -> None:
-    """Guards failed rows, which are found by their logits."""
-    model, x = block(dtype), inputs(9, dtype)
-    small(model, inputs(8, dtype, seed=3))
-    with torch.inference_mode():
-        wanted = model.left(x)
-        for channel in (0, 5):  # one of the integers, an outlier
-            bad = x.clone()
-            bad[4, channel] = strange
-            found = model.left(bad)
-            assert not found[4].isfinite().any()
-            assert torch.equal(found[[0, 3, 5, 8]], wanted[[0, 3, 5, 8]])
-
-
-@needs_int8
 def test_the_channels_with_the_largest_values_are_kept_as_they_are() -> None:
     model, x = block(), inputs(16)
     exact = model(x)
@@ -175,39 +114,6 @@ def test_the_channels_with_the_largest_values_are_kept_as_they_are() -> None:
     small(blind, torch.randn(16, 160) * (1 + 9 * (torch.arange(160) % 29 != 5)))  # finds others
     blind_error = (blind(x) - exact).norm() / exact.norm()
     assert error < 0.01 < blind_error
-
-
-@needs_int8
-@pytest.mark.parametrize("threads", [1, 2])
-def test_many_rows_and_threads_change_no_bits(backend: Any, threads: int) -> None:
-    """Guards the parts that threads take: of rows, of outputs, and of inputs where the weights fill the cache."""
-    generator = torch.Generator().manual_seed(6)
-    weight, bias = torch.randn(700, 4800, generator=generator), torch.randn(700, generator=generator)
-    x = torch.randn(130, 4800, generator=generator)
-    before = torch.get_num_threads()
-    try:
-        with torch.inference_mode():
-            made = backend([weight], torch.arange(32), bias, select.packed_linear)
-            torch.set_num_threads(1)
-            alone = torch.cat([made(x[i : i + 1]) for i in range(130)])
-            torch.set_num_threads(threads)
-            for first, last in ((0, 0), (0, 130), (0, 6), (3, 10), (20, 129)):
-                assert torch.equal(made(x[first:last]), alone[first:last])
-    finally:
-        torch.set_num_threads(before)
-
-
-@needs_int8
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.usefixtures("backend")
-def test_a_row_has_the_same_bits_beside_any_others(dtype: torch.dtype) -> None:
-    model = block(dtype)
-    small(model, inputs(8, dtype, seed=3))
-    x = inputs(67, dtype)
-    with torch.inference_mode():
-        together = model.left(x)
-        for first, last in ((0, 1), (1, 4), (4, 37), (37, 67)):
-            assert torch.equal(model.left(x[first:last]), together[first:last])
 
 
 @needs_int8

@@ -12,7 +12,7 @@ from typing import Any
 
 from llvmlite import binding
 from numba import njit, types
-from numba.core import caching, config
+from numba.core import caching
 from numba.core.bytecode import FunctionIdentity
 from numba.core.caching import FunctionCache
 from numba.core.ccallback import CFunc
@@ -20,28 +20,11 @@ from numba.core.event import Event, Listener, install_listener
 from numba.core.runtime import _nrt_python
 
 from dsbd_cli.ops.cpu.runtime import distrust, folder_stamp
-from dsbd_cli.ops.processor import current, plain, possible
+from dsbd_cli.ops.processor import current, on_amd
 
 _logger = logging.getLogger(__name__)
 
 
-def _limit_numba() -> None:
-    """Have numba compile for the processor that DSBD_CPU names, unless its own variables say for which.
-
-    Raises RuntimeError where it would compile for less: LLVM ends the process at an instruction that is missing.
-    """
-    needed = current().instructions
-    if config.CPU_FEATURES is None and current() < possible()[-1]:
-        flags = binding.get_host_cpu_features().items()
-        kept = {flag for flag, _ in flags if plain(flag) in needed or not flag.startswith(("avx", "amx", "fma"))}
-        config.CPU_FEATURES = ",".join(f"{'+' if here and flag in kept else '-'}{flag}" for flag, here in sorted(flags))
-    if config.CPU_FEATURES is not None:
-        flags = {plain(flag[1:]) for flag in config.CPU_FEATURES.split(",") if flag.startswith("+")}
-        if not needed <= flags:
-            raise RuntimeError(f"NUMBA_CPU_FEATURES has less than {current()}: set DSBD_CPU, too")
-
-
-_limit_numba()
 _reasons: set[str] = set()  # why kernels cannot be kept, as far as a warning has said so
 
 
@@ -159,6 +142,10 @@ class _KernelCache(FunctionCache):  # type: ignore[misc]
         self._cache_file: Any = _Files(
             self._cache_path, self._impl.filename_base, self._impl.locator.get_source_stamp()
         )
+
+    def _index_key(self, sig: Any, codegen: Any) -> Any:
+        """Return the key of a kernel. Its code depends on the processor, besides what LLVM makes of it."""
+        return str(current()), on_amd(), super()._index_key(sig, codegen)
 
     def forget(self) -> None:
         """Drop the index, so that the kernel is compiled anew."""
