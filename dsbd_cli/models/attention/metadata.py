@@ -1,5 +1,5 @@
-"""What the attention layers of one forward share, prepared once: the slots that each node sees, and how they are split
-into prompt slots and suffix (forest.py).
+"""Facts that the attention layers of one forward share, prepared once: which slots each node sees, and how they are
+split into prompt slots and suffix (forest.py).
 
 Shape letters as in forest.py.
 """
@@ -163,7 +163,7 @@ class LayerMask:
 
 @dataclass(eq=False)
 class AttentionMetadata:
-    """What the attention layers of one forward share.
+    """Facts that the attention layers of one forward share.
 
     Attributes:
         ops: operations whose kernels serve.

@@ -101,7 +101,7 @@ def prompt_kernel(ops: Ops, query: Tensor, key: Tensor, value: Tensor, scoring: 
 
 @dataclass(slots=True)
 class LayerViews:
-    """What `Ops.attend` asks of a forward of our own decoder: a view for each kind of layers.
+    """Views of a forward of our own decoder, one for each kind of layers: the batch of `Ops.attend`.
 
     kinds: of each layer, the number of its view. planes: returns keys and values [R', S', K, E] of a layer.
     """
