@@ -887,7 +887,7 @@ def test_what_a_verdict_depends_on(folder: Path, monkeypatch: pytest.MonkeyPatch
     os.utime(folder / "model.safetensors", ns=(stat.st_atime_ns, stat.st_mtime_ns + 1000))
     decoder_of(folder)
     assert len(made) == 8
-    for name, other in (("_code", lambda: "other"), ("processor", lambda: ("other", frozenset()))):
+    for name, other in (("_code", lambda: "other"), ("instructions", lambda: frozenset({"other"}))):
         monkeypatch.setattr(verdicts, name, other)
         decoder_of(folder)
     monkeypatch.setattr(verdicts, "version", lambda package: "99.0.0")
