@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 
+from dsbd_cli.config.method import DEFAULT_DEPTH, MethodConfig
+from dsbd_cli.config.model import DTYPES, ModelSpec
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.lab.profiling.budget import Budget, CutOffError
 from dsbd_cli.lab.profiling.profile import depth_rates
@@ -12,7 +16,18 @@ from dsbd_cli.lab.profiling.runs import method_for
 from dsbd_cli.lab.reports.profile_data import NO_DRAFT, ForestSize
 from dsbd_cli.requests import Request
 from dsbd_cli.stats import RequestStats
+from dsbd_cli.train.compare import with_draft
 from dsbd_cli.train.run_record import DraftAcceptance, Speed
+from dsbd_cli.train.training import compute_dtype
+
+
+def with_head(engine: Engine, folder: Path, target: ModelSpec) -> Engine:
+    """Return an engine with the head in a folder, which computes in the dtype of the target's layers that are not int8.
+    target: how the engine's target was loaded."""
+    plain, dtype = engine.method, compute_dtype(engine)
+    method = MethodConfig(rule=plain.rule, num_beams=plain.num_beams, depth=DEFAULT_DEPTH)
+    spec = replace(target.of_draft(str(folder)), dtype=dtype if dtype in DTYPES else "auto")
+    return with_draft(engine, spec, target, method)
 
 
 def measure_acceptance(

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from dsbd_cli._version import __version__
 from dsbd_cli.config.model import ModelSpec
-from dsbd_cli.errors import ModelError, one_line
+from dsbd_cli.errors import ModelError, UnsupportedModelError, UsageError, one_line
 from dsbd_cli.models.checkpoints.hub import locate, locate_adapters
 from dsbd_cli.models.checkpoints.loader import is_plain, load_config, load_network
 from dsbd_cli.models.decoder.load import spec_or_reason, tensors_of
@@ -35,6 +35,7 @@ from dsbd_cli.models.heads.formats import LAYER_IDS, SPECULATORS, VERSION, layer
 from dsbd_cli.train.target_answers import AnswerTokens
 
 SPECULATED = 4  # tokens that other engines draft, as the folder's config asks
+VOCABULARY, LEAST_VOCABULARY = 8192, 64  # tokens of a head: by default, and at least
 SMALL = 0.1  # scale of the random part of the first linear layer, `fc`
 FILE = "model.safetensors"
 HIDDEN = -1e9  # attention score of a key that a query does not see
@@ -270,6 +271,33 @@ class HeadStudent(nn.Module):
             "torch_dtype": dtype,
         }
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def head_vocabulary(spec: ModelSpec, wanted: int | None) -> int:
+    """Return the number of tokens of a head for the target of `spec`, from the target's config alone. wanted: None:
+    VOCABULARY.
+
+    Raises UsageError for too few, UnsupportedModelError and ModelError for a target that no head is made of.
+    """
+    config = load_config(locate(spec), spec)
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(
+            f"target model {spec.source!r} has an encoder: drafts are made of decoder-only targets alone"
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError(
+            f"target model {spec.source!r} is quantized, and quantized layers cannot be trained: "
+            "distil from the original; its draft serves both"
+        )
+    decoder = spec_or_reason(spec, config)
+    if isinstance(decoder, str):
+        raise UnsupportedModelError(
+            f"a head begins as a layer of a standard decoder, but {decoder}: "
+            "give generate a smaller model of the family as --draft, or --drafter ngram"
+        )
+    if wanted is not None and wanted < LEAST_VOCABULARY:
+        raise UsageError(f"--vocab is {wanted}, but must be {LEAST_VOCABULARY} or more")
+    return min(wanted or VOCABULARY, decoder.vocabulary)
 
 
 def new_head(spec: ModelSpec, ids: Tensor, seed: int) -> HeadStudent:

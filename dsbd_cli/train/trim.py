@@ -24,7 +24,7 @@ from dsbd_cli.models.checkpoints.loader import eos_ids, is_gguf, load, load_conf
 from dsbd_cli.models.heads.load import names_head
 
 # not copied to the folder of the trimmed draft
-_WRITTEN = ("config.json", "generation_config.json", "dsbd_distill.json")
+_WRITTEN = ("config.json", "generation_config.json")
 _COPIED = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py")
 _BATCH = 256
 

@@ -68,7 +68,7 @@ class PromptOptions(RowFileOptions, ProfiledOptions):
 
 @dataclass(frozen=True)
 class ProfileOptions:
-    """Options of how long the profile may take, and what it writes besides the tables."""
+    """Options of how long the profile may take, and what it writes besides the table."""
 
     seconds: float | None = option(
         PROFILE,
@@ -187,10 +187,6 @@ def _measure(
     the profile.
     """
     talk.step("loading the models")
-    # imported before memory is measured, so that it does not count as the models' memory
-    from dsbd_cli.lab.metrics.memory import resident_bytes
-
-    before = resident_bytes()
     engine = settings.load()
     warn_plain(chat, engine.info, requests)
     from dsbd_cli.train.target_answers import answerable
@@ -213,7 +209,7 @@ def _measure(
     budget = Budget(wanted.seconds or SECONDS, talk.step, found=announce)
     signals.on_stop = budget.stop
     bench = ProfiledPair(engine, requests, settings.batch_size or len(requests), budget)
-    found = take_profile(bench, settings.method, wanted.repeats or REPEATS, command, before, render, wanted.show)
+    found = take_profile(bench, settings.method, wanted.repeats or REPEATS, command, render, wanted.show)
     return shown, found
 
 
@@ -305,21 +301,15 @@ def _write(found: Profile, wanted: ProfileOptions) -> None:
 
 
 def _print(found: Profile, *, quiet: bool) -> None:
-    """Print the recommended command, or else the tables, and the tree if there is one, to standard output."""
+    """Print the recommended command, or else the table, and the tree if there is one, to standard output."""
     if quiet:
         typer.echo(found.recommended_command)
         return
-    from rich.text import Text
-
-    from dsbd_cli.lab.reports.profile_tables import profile_tables
+    from dsbd_cli.lab.reports.profile_table import print_profile
     from dsbd_cli.lab.reports.profile_tree import forest_tree
     from dsbd_cli.lab.reports.screen import Screen
 
     console = Screen(sys.stdout)
-    for part in profile_tables(found):
-        if isinstance(part, Text):
-            console.print(part, soft_wrap=True)
-        else:
-            console.show(part)
+    print_profile(found, console)
     if found.forest is not None:
         console.show(forest_tree(found.forest))

@@ -28,14 +28,7 @@ from dsbd_cli.cli.options.options import (
 from dsbd_cli.cli.options.settings import RunSettings, fixed_depth, refuse_idle, refuse_idle_templates, run_settings
 from dsbd_cli.cli.run.files import check_columns, check_model_folder
 from dsbd_cli.cli.run.messages import say, set_style, warn
-from dsbd_cli.cli.run.prompts import (
-    HELD_OUT_EVERY,
-    HELD_OUT_MOST,
-    hold_out,
-    read_prompts,
-    warn_left_out,
-    warn_plain,
-)
+from dsbd_cli.cli.run.prompts import HELD_OUT_EVERY, HELD_OUT_MOST, hold_out, read_prompts, warn_left_out, warn_plain
 from dsbd_cli.cli.run.signals import StoppedError, StopSignals
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.config.sampling import SamplingConfig

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from dsbd_cli.cli.options.precedence import NO, YES, check_variables, place_of, read_environment
+from dsbd_cli.cli.options.precedence import NO, YES, check_variables, open_sources, place_of, read_settings
 from dsbd_cli.config.spelling import typed_names
 from dsbd_cli.errors import KINDS, MOST_INTEGER, SETTINGS, UsageError, is_utf8, option_name, shorten
 
@@ -44,61 +43,60 @@ def option(
     least: int | None = None,
     most: int | None = None,
     above: float | None = None,
+    negative: bool = False,
+    hidden: bool = False,
     callback: Callable[..., object] | None = None,
 ) -> T:  # type: ignore[type-var]
-    """Return a dataclass field that declares the option of the same name. Its value is None if the option is not given.
+    """Return a dataclass field that declares the option of the same name and type. Its value is None if the option is
+    not given.
 
     default: only shown on the --help page, because the library fills it in. short: another name, as `-i`. least, most,
-    above: bounds of a number; a count, which has a least, is at most MOST_INTEGER unless `most` is given. callback:
-    called with the context and the value before other options are read.
+    above: bounds of a number; a count, which has a least, is at most MOST_INTEGER unless `most` is given. negative: of
+    a switch, a --no- form. hidden: not on the --help page. callback: called with the context and the value before other
+    options are read.
     """
     most = MOST_INTEGER if most is None and least is not None else most
     shown = text if default is None else f"{text} (default: {default})"
-    return _field(panel, shown, short, metavar=metavar, least=least, most=most, above=above, callback=callback)
+    declared = {
+        "panel": panel, "help": shown, "short": short, "metavar": metavar, "bounds": (least, most, above),
+        "negative": negative, "hidden": hidden, "callback": callback,
+    }  # fmt: skip
+    return typing.cast("T", dataclasses.field(default=None, metadata=declared))
 
 
 def flag(panel: str, text: str, *short: str) -> T:  # type: ignore[type-var]
     """Return a field that declares a switch. Its --no- form takes back what a job file or the environment has switched
     on."""
-    return _field(panel, text, short, metavar="", negative=True)
+    return option(panel, text, *short, metavar="", negative=True)
 
 
 def switch(panel: str, text: str) -> T:  # type: ignore[type-var]
     """Return a field that declares a switch for a single run, which has no --no- form because nothing needs to take it
     back."""
-    return _field(panel, text, (), metavar="")
+    return option(panel, text, metavar="")
 
 
-def _field(panel: str, text: str, short: tuple[str, ...], **more: object) -> T:  # type: ignore[type-var]
-    """Return a field whose metadata declare its option. The type of the option is that of the field."""
-    declared = {"panel": panel, "help": text, "short": short, **more}
-    return typing.cast("T", dataclasses.field(default=None, metadata=declared))
-
-
-def _parameter(item: dataclasses.Field[object], kind: object) -> inspect.Parameter:
-    """Return a field's option as the parameter that typer reads. kind: the type of the field."""
-    given, long, setting = item.metadata, option_name(item.name), item.name in SETTINGS
+def _parameter(field: str, declared: Mapping[str, Any], kind: object) -> inspect.Parameter:
+    """Return the option of a field as the parameter that typer reads. declared: its metadata. kind: its type."""
+    name, setting = option_name(field), field in SETTINGS
     kinds, parser = (*typing.get_args(kind), kind), None
     if number := next((one for one in (int, float) if one in kinds), None):
-        parser = _number(number, given["least"], given["most"], given["above"])
+        parser = _number(number, *declared["bounds"])
     elif setting and bool in kinds:  # a setting takes a value, unlike a switch
         kind, parser = str | None, _yes_or_no
-    callback = given.get("callback")
-    declared = typer.Option(
-        f"{long}/--no-{long.removeprefix('--')}" if given.get("negative") and not setting else long,
-        *given["short"],
-        help=given["help"],
-        rich_help_panel=given["panel"],
+    info = typer.Option(
+        f"{name}/--no-{name.removeprefix('--')}" if declared["negative"] and not setting else name,
+        *declared["short"],
+        help=declared["help"],
+        rich_help_panel=declared["panel"],
         show_default=False,
-        metavar=given["metavar"] or next((METAVARS[one] for one in kinds if one in METAVARS), None),
+        metavar=declared["metavar"] or next((METAVARS[one] for one in kinds if one in METAVARS), None),
         parser=parser,
-        hidden=setting,
-        is_eager=callback is not None,
-        callback=callback,
+        hidden=setting or declared["hidden"],
+        is_eager=declared["callback"] is not None,
+        callback=declared["callback"],
     )
-    return inspect.Parameter(
-        item.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, declared]
-    )
+    return inspect.Parameter(field, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, info])
 
 
 def _number(kind: type, least: float | None, most: float | None, above: float | None) -> Callable[[str], object]:
@@ -148,9 +146,11 @@ def grouped(function: Callable[..., None], *, elsewhere: tuple[type, ...] = ()) 
     types = {name: kind for group in hints.values() for name, kind in typing.get_type_hints(group).items()}
     table = {item.name: item for group in hints.values() for item in dataclasses.fields(group)}
     known = {*table, *(item.name for group in elsewhere for item in dataclasses.fields(group))}
-    settings = sorted(name for name in table if name in SETTINGS)
-    parameters = [_parameter(item, types[name]) for name, item in table.items()]
-    parameters += [_set_parameter(settings)] if settings else []
+    parameters = [_parameter(name, item.metadata, types[name]) for name, item in table.items()]
+    if settings := sorted(name.replace("_", "-") for name in table if name in SETTINGS):
+        shown = f"what is seldom typed, may be repeated: {', '.join(settings)} (docs/cli.md says what they mean)"
+        declared: dataclasses.Field[object] = option("Settings", shown, metavar="NAME=VALUE", callback=read_settings)
+        parameters.append(_parameter("set", declared.metadata, list[str] | None))
 
     def command(ctx: typer.Context, **given: object) -> None:
         check_variables(known, ctx.command_path)
@@ -174,49 +174,6 @@ def grouped(function: Callable[..., None], *, elsewhere: tuple[type, ...] = ()) 
     command.__dict__["__signature__"] = inspect.Signature([context, *parameters])
     command.__dict__["groups"] = tuple(hints.values())
     return command
-
-
-def _set_parameter(names: Sequence[str]) -> inspect.Parameter:
-    """Return the parameter for `--set NAME=VALUE` on the --help page. The parser never sees it: see
-    Command.parse_args."""
-    shown = ", ".join(name.replace("_", "-") for name in names)
-    declared = typer.Option(
-        "--set",
-        help=f"what is seldom typed, may be repeated: {shown} (docs/cli.md says what they mean)",
-        rich_help_panel="Settings",
-        show_default=False,
-        metavar="NAME=VALUE",
-    )
-    kind = Annotated[list[str] | None, declared]
-    return inspect.Parameter("set", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
-
-
-def _settings_as_options(words: Sequence[str], ctx: typer.Context) -> Iterator[str]:
-    """Yield the words of a command line, with `--set min_p=0.1` as the one word `--set min-p=0.1`.
-
-    The parser takes that word for a long option of this name. Raises UsageError for a setting without a value, and for
-    one that the command does not have. While a shell completes the line, nothing is refused.
-    """
-    rest = iter(words)
-    known = [name for one in ctx.command.params for name in one.opts if name.startswith("--")]
-    for word in rest:
-        setting = next(rest, None) if word == "--set" else word.removeprefix("--set=")
-        if setting is None or setting == word or "--set" not in known:
-            yield word
-            continue
-        name, equals, value = setting.partition("=")
-        given = f"--set {name.replace('_', '-')}"
-        if ctx.resilient_parsing:
-            yield f"{given}{equals}{value}"
-            continue
-        if given not in known:
-            names = {one.removeprefix("--").removeprefix("set "): one for one in known}
-            near = [names[one] for one in difflib.get_close_matches(name.replace("_", "-"), names, n=3)]
-            hint = f"did you mean {' or '.join(near)}?" if near else f"{ctx.command_path} --help lists the settings"
-            raise UsageError(f"{given}: {ctx.command_path} has no such setting: {hint}")
-        if not equals:
-            raise UsageError(f"{given} has no value: it is spelled {given}=VALUE")
-        yield f"{given}={value}"
 
 
 class _PlainHelp:
@@ -261,13 +218,13 @@ class Command(_PlainHelp, TyperCommand):  # type: ignore[misc]
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         """Parse the command line. Raises UsageError for a wrong value in a file or a variable, and names the place."""
         if "groups" in vars(self.callback):
-            read_environment(ctx)
+            open_sources(ctx)
         try:
-            return super().parse_args(ctx, list(_settings_as_options(args, ctx)))
+            return super().parse_args(ctx, args)
         except typer.BadParameter as error:
             if error.param is None or not error.message:  # one that is missing
                 raise
-            place = place_of(ctx, error.param.name) or max(error.param.opts, key=len)
+            place = place_of(ctx, error.param.name, max(error.param.opts, key=len))
             raise UsageError(f"{place} {_refusal(error.message)}") from None
         except typer.TyperException as error:
             known = [name for one in self.params for name in one.opts]

@@ -300,7 +300,7 @@ def check_report_files(
     for _, path in named:
         check_replaceable(path)
     if (plot := files.get("--plot")) is not None:
-        from dsbd_cli.lab.reports.style import require_plots
+        from dsbd_cli.lab.reports.bench_plot import require_plots
 
         require_plots("--plot", plot)
 

@@ -37,13 +37,19 @@ def warnings(machine: Machine, measured: Sequence[MeasuredSetting]) -> list[str]
 
 
 def drafting(run: ProfiledRun) -> list[str]:
-    """Return notes on the phase `draft` where it does not consist of forwards of a draft model over the forest's
-    nodes."""
+    """Return notes on what each of two drafters brought, and on the phase `draft` where it does not consist of forwards
+    of a draft model over the forest's nodes."""
     method = run.method
+    shares = [
+        f"{name} {one.accepted} of {one.drafted} nodes"
+        + (f" ({one.accepted / one.drafted:.0%})" if one.drafted else "")
+        for name, one in run.stats.drafters.items()
+    ]
+    both = [f"accepted: {', '.join(shares)}; a node that both proposed is the first one's"] if shares else []
     if not method.depth or drafts_nodes(method):
-        return []
+        return both
     if not method.bridges:
-        return [f"drafter {method.drafter} runs no draft model: its phase draft is look-ups in tensors"]
+        return [*both, f"drafter {method.drafter} runs no draft model: its phase draft is look-ups in tensors"]
     calls = run.stats.draft_calls / max(run.stats.target_calls, 1)
     return [
         "drafter bridge reads the host in its phase draft by design: the beams once an iteration and the best tokens "

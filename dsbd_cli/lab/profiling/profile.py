@@ -14,12 +14,11 @@ from dsbd_cli.engine.decoding.encode import Encoder
 from dsbd_cli.engine.planning.timing import FittedLine
 from dsbd_cli.engine.protocols import ForestInput, ForestModel
 from dsbd_cli.errors import RowError, UsageError, plural
-from dsbd_cli.lab.metrics.memory import PeakMemory, peak_rss_bytes, synchronise
+from dsbd_cli.lab.metrics.memory import synchronise
 from dsbd_cli.lab.profiling import advice
 from dsbd_cli.lab.profiling.budget import CutOffError, Expected
 from dsbd_cli.lab.profiling.machine import describe_machine, machine_rates
-from dsbd_cli.lab.profiling.probe import owners
-from dsbd_cli.lab.profiling.runs import ProfiledPair, ProfiledRun, drafts_nodes, method_for, phases_of, setting_of
+from dsbd_cli.lab.profiling.runs import ProfiledPair, ProfiledRun, method_for, phases_of, setting_of
 from dsbd_cli.lab.profiling.snapshot import Snapshot
 from dsbd_cli.lab.reports.profile_data import (
     NO_DRAFT,
@@ -27,7 +26,6 @@ from dsbd_cli.lab.reports.profile_data import (
     DrafterRate,
     ForestSize,
     MeasuredSetting,
-    MemoryOwner,
     Profile,
     Roofline,
     ShownForest,
@@ -48,22 +46,21 @@ def take_profile(
     method: MethodConfig,
     repeats: int,
     command: str,
-    resident_before: int | None,
     render: Callable[[ForestSize], str],
     show: int | None = None,
 ) -> Profile | None:
     """Measure what the budget of `bench` has time for, the most valuable parts first. Return None where it was stopped
     before the first run.
 
-    repeats: rounds of timed runs, at most. resident_before: bytes that the process held before models were loaded.
-    render: returns a command line that uses a setting. show: number of the iteration to be shown, from 1.
+    repeats: rounds of timed runs, at most. render: returns a command line that uses a setting. show: number of the
+    iteration to be shown, from 1.
 
     Raises DsbdError where a prompt cannot be decoded, UsageError where --show asks for an iteration that there is not.
     """
     bench.budget.start()
     session = _Session(bench, method)
     with suppress(CutOffError):
-        session.measure(repeats, resident_before, show)
+        session.measure(repeats, show)
     return session.profile(command, render)
 
 
@@ -75,14 +72,13 @@ class _Session:
         self._now = setting_of(method)
         self._machine = describe_machine(bench.target.device)
         self._forest: ShownForest | None = None
-        self._memory: tuple[MemoryOwner, ...] = ()
         self._first: ProfiledRun | None = None
         self._roofline: Roofline | None = None
         self._single_runs: dict[ForestSize, ProfiledRun] = {}
         self._rounds: dict[ForestSize, list[ProfiledRun]] = {}
         self._repeats = 1
 
-    def measure(self, repeats: int, resident_before: int | None, show: int | None) -> None:
+    def measure(self, repeats: int, show: int | None) -> None:
         """Measure everything, the most valuable parts first. See take_profile."""
         method, budget = self._method, self._budget
         expected = self._fit()
@@ -91,8 +87,7 @@ class _Session:
             self._forest = _forest(self._bench, method, show)
         budget.tell("warming up")
         began = budget.clock()
-        self._memory, self._first = _memory(self._bench, method, resident_before)
-        self._single_runs[self._now] = self._first
+        self._single_runs[self._now] = self._first = self._bench.timed(method, log_steps=True)
         budget.found(f"{self._now.label}: {_speed(self._first)}, the first run")
         expected = _scaled(expected, self._first, budget.clock() - began)
         if method.depth:
@@ -208,7 +203,6 @@ class _Session:
             roofline=self._roofline,
             acceptance=depth_rates(self._first.stats, self._first.method.depth),
             best=best,
-            memory=self._memory,
             notes=tuple(notes),
             recommended_command=render(best),
             forest=self._forest,
@@ -305,29 +299,6 @@ def _forest(bench: ProfiledPair, method: MethodConfig, number: int) -> ShownFore
     return snapshot.shown(request.id, method.rule, steps[number - 1].steps, names, method.drafter)
 
 
-def _memory(
-    bench: ProfiledPair, method: MethodConfig, resident_before: int | None
-) -> tuple[tuple[MemoryOwner, ...], ProfiledRun]:
-    """Make a first run, which warms everything up, and measure its memory. Return the owners of memory, and the run."""
-    on_gpu = [device for device in bench.devices if device.type == "cuda"]
-    memories = [PeakMemory(device) for device in on_gpu or bench.devices]
-    for one in memories:
-        one.start()
-    run = bench.timed(method, log_steps=True)
-    peaks = [peak for one in memories if (peak := one.peak()) is not None]
-    models = [("target", bench.target)]
-    if bench.draft_model is not None and method.depth:
-        models.append(("draft", bench.draft_model))
-    sizes = [(role, found.held_bytes if (found := size_of(model)) else None) for role, model in models]
-    # a draft with tokens of its own shares no slots with the target
-    shared = models if drafts_nodes(method) else models[:1]
-    slot_bytes = sum(model.kv_bytes_per_slot() for _, model in shared)
-    before = 0 if on_gpu else resident_before
-    reserved = run.log.most_slots * slot_bytes
-    peak = sum(peaks) if peaks else peak_rss_bytes()  # where it cannot be reset: since the process began
-    return owners(sizes, run.log.peak, slot_bytes, reserved, method.num_beams, peak, before), run
-
-
 def _roofline(bench: ProfiledPair) -> Roofline | None:
     """Measure the highest rates of the target's device. Return None where the size of the weights is not known."""
     model = bench.target
@@ -376,6 +347,7 @@ def _measured(setting: ForestSize, runs: list[ProfiledRun], roofline: Roofline |
         mean_width=last.stats.mean_width,
         phases=phases_of(middle),
         forward=_forward(middle, roofline),
+        peak_memory_bytes=middle.peak_memory_bytes,
     )
 
 
