@@ -18,6 +18,7 @@ from torch import Tensor
 from benchmarks.common import markdown_table, numbers, publish
 from dsbd_cli.ops import select
 from dsbd_cli.ops.cpu import linear as packing
+from dsbd_cli.ops.processor import bfloat16_tile
 
 COLD_BYTES = 512 << 20  # of weights that take turns: more than a cache holds
 WAYS = {"ours": packing.Compiled, "torch": packing.Torch}
@@ -43,7 +44,8 @@ def main() -> None:
     options = parser.parse_args()
     runs, lines = list[dict[str, object]](), list[dict[str, str]]()
     for dtype in (getattr(torch, name) for name in options.dtypes.split(",")):
-        if not select._packs(packing.Compiled, dtype):
+        kernel, _ = select.choose("linear", dtype, "plain")
+        if kernel is None or kernel.op is not packing.Compiled:
             raise SystemExit(f"no kernel of ours serves {dtype} on this processor")
         for shape in options.shapes.split(","):
             outputs, inputs = map(int, shape.split("x"))
@@ -70,7 +72,7 @@ def main() -> None:
                         "ours, GFLOP/s": f"{2 * rows * outputs * inputs / best['ours'] / 1e9:.0f}",
                     }
                 )
-                about = f"Best of {options.rounds} rounds; bfloat16 by the tile '{packing.bfloat16_tile()}'."
+                about = f"Best of {options.rounds} rounds; bfloat16 by the tile '{bfloat16_tile()}'."
                 publish(options.name, runs, "Linear layers", about, markdown_table(lines))
 
 

@@ -15,7 +15,7 @@ from types import NoneType
 from typing import TYPE_CHECKING
 
 from dsbd_cli.config.chat import check_template_kwargs, template_text
-from dsbd_cli.config.checking import check_value, refuse, require
+from dsbd_cli.config.checking import check_processor, check_value, refuse, require
 from dsbd_cli.config.method import DEFAULT_BATCH_SIZE, MethodConfig, check_engine_options
 from dsbd_cli.config.model import BUILTIN_DRAFT, BUILTIN_TARGET, ModelSpec, OnTooLong
 from dsbd_cli.config.variants import INDEX
@@ -24,6 +24,7 @@ from dsbd_cli.errors import UsageError, reading, shorten
 from dsbd_cli.models.chat import begin_rendering, check_template
 from dsbd_cli.models.checkpoints.checkpoint import Checkpoint, open_pair
 from dsbd_cli.ops.ahead import touching
+from dsbd_cli.ops.processor import Processor, current
 from dsbd_cli.requests import EngineInfo
 from dsbd_cli.threads import MOST_THREADS, processors, sleep_sooner, wait_without_spinning
 
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from dsbd_cli.engine.decoding.engine import Engine
     from dsbd_cli.models.tokenizer import HFCodec
 
-CPU_FACTS = Path("/proc/cpuinfo")
 GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # of drivers: of NVIDIA, AMD and Windows
 
 ModelRef = str | os.PathLike[str] | ModelSpec
@@ -82,6 +82,7 @@ def load(
     """
     check_engine_options(method, batch_size, on_too_long, log_steps, cuda_graphs, kernels)
     check_value("threads", threads, int | None)
+    check_processor()
     if threads is not None:
         require(1 <= threads <= MOST_THREADS, "threads", threads, f"between 1 and {MOST_THREADS}")
     if batch_size is not None and batch_size < 1:
@@ -140,6 +141,7 @@ def load(
         notes=(*pair.notes, *rejected_kernels(pair.target.device, kernels), *catalogue_notes),
         ops=pair.target.ops.facts,
         threads=torch.get_num_threads(),
+        processor=str(current()),
     )
     engine = Engine(
         pair.target,
@@ -243,14 +245,13 @@ def _packed_bytes(checkpoint: Checkpoint) -> int:
     if spec.device_map is not None or spec.tensor_parallel > 1:
         return 0
     try:
-        flags = CPU_FACTS.read_text(encoding="utf-8")
         config = json.loads((checkpoint.path / "config.json").read_bytes())
         halves = config.get("dtype", config.get("torch_dtype")) in ("bfloat16", "float16")
     except (OSError, ValueError, AttributeError, RecursionError):  # a GGUF file, or what the load will report
         return 0
     if spec.quantize is not None:
-        return size // 2 if " avx512_vnni" in flags or " amx_int8" in flags else 0
-    if " avx512f" not in flags or " amx_bf16" in flags:  # with matrix units bfloat16 stays in its file
+        return size // 2 if current() >= Processor.AVX512_VNNI else 0
+    if not Processor.AVX512 <= current() < Processor.AMX:  # with matrix units bfloat16 stays in its file
         return 0
     return size if halves else size // 2
 

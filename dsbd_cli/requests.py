@@ -285,8 +285,8 @@ class EngineInfo:
     Attributes:
         draft_form: what was read of a draft head or a trimmed draft. notes: what the user should know about the models.
         ops: (operation, backend, reason) for the operations of the target and of iterations.
-        threads: processor threads. chat: whether the target has a chat template. reasoning: whether it marks its
-            reasoning in a known way.
+        threads: processor threads. processor: what kernels are chosen by, such as avx2. chat: whether the target has a
+            chat template. reasoning: whether it marks its reasoning in a known way.
     """
 
     target: str
@@ -299,6 +299,7 @@ class EngineInfo:
     notes: tuple[str, ...] = ()
     ops: tuple[tuple[str, str, str], ...] = ()
     threads: int | None = None
+    processor: str | None = None
     chat: bool = False
     reasoning: bool = False
 

@@ -21,7 +21,7 @@ PACKAGE = ROOT / "dsbd_cli"
 # From the lowest to the highest. A unit is a file or a folder with all that is in it and is no unit of its own. It may
 # import units of lower lines, and nothing of its own line but itself. tests/test_structure.py is the only place of it.
 LAYERS = (
-    ("ops.layout", "ops.ahead", "ops.run", "user_cache"),
+    ("ops.layout", "ops.processor", "ops.ahead", "ops.run", "user_cache"),
     ("ops.memory", "ops.reference"),
     ("errors", "_version", "stats", "threads", "models.chat_child", "ops.cpu"),
     ("config", "lab.metrics", "io.schemas"),
@@ -157,14 +157,12 @@ def apart_faults(package: Path) -> list[str]:
 
 
 def kernel_faults(package: Path) -> list[str]:
-    """Imports of kernels by anyone who should ask `Ops`, but for the processor's names, which move with it."""
-    moving = ("models.attention.metadata", "models.verdicts")
+    """Imports of kernels by anyone who should ask `Ops`."""
     return [
         f"{path}:{line} imports {other}"
         for path in sources(package)
         for line, other in own_imports(path)
-        if (kernels := lies_in(other, KERNELS))
-        and not lies_in(module_name(path, package), (*KERNELS[kernels], *moving))
+        if (kernels := lies_in(other, KERNELS)) and not lies_in(module_name(path, package), KERNELS[kernels])
     ]
 
 

@@ -29,6 +29,7 @@ from dsbd_cli.cli.commands.trim import trim_draft
 from dsbd_cli.cli.options.declare import Command, Group
 from dsbd_cli.cli.run.messages import error_line, say, set_style
 from dsbd_cli.cli.run.signals import StoppedError
+from dsbd_cli.config.checking import check_processor
 from dsbd_cli.errors import DsbdError, OutputError, UsageError, denial
 from dsbd_cli.io.lines.jsonl import OUTPUT_CLOSED, ClosedOutputError
 
@@ -65,6 +66,7 @@ def _root(
     Exit codes: 0 all rows answered, 1 the run failed, 2 wrong usage, 3 some rows failed, 129, 130 or 143 stopped, 141
     nobody reads the records any more.
     """
+    check_processor()
     if ctx.invoked_subcommand is None:
         typer.echo(ctx.get_help())
         raise typer.Exit(2)

@@ -8,6 +8,7 @@ from types import NoneType, UnionType
 from typing import Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from dsbd_cli.errors import KINDS, UsageError, shorten
+from dsbd_cli.ops.processor import current
 
 T = TypeVar("T")
 Test = Callable[[object], bool]
@@ -17,6 +18,14 @@ def require(condition: bool, name: str, value: object, expected: str) -> None:
     if not condition:
         message = f"{name} is {shorten(value)}, but must be {expected}"
         raise UsageError(message, field=name, value=value, expected=expected)
+
+
+def check_processor() -> None:
+    """Check DSBD_CPU, and begin to keep to it. Raises UsageError."""
+    try:
+        current()
+    except ValueError as error:
+        raise UsageError(str(error)) from None
 
 
 def refuse(name: str, value: object, reason: str) -> NoReturn:

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from dsbd_cli.config.checking import check_value
+from dsbd_cli.config.checking import check_processor, check_value
 from dsbd_cli.config.method import DEFAULT_BATCH_SIZE, MethodConfig, check_engine_options
 from dsbd_cli.config.model import Numerics, OnTooLong
 from dsbd_cli.engine.checks.captures import prove_captures
@@ -23,6 +23,7 @@ from dsbd_cli.models.checks.invariance import check
 from dsbd_cli.models.checks.selftest import self_test
 from dsbd_cli.models.tokenizer import HFCodec
 from dsbd_cli.models.verdicts import Verdict
+from dsbd_cli.ops.processor import current
 from dsbd_cli.requests import EngineInfo
 
 # results of the tests of a model: (dtype, device, attention) -> verdict on invariance, None where it was not tested
@@ -62,6 +63,7 @@ def from_models(
     """
     check_engine_options(method, batch_size, on_too_long, log_steps, cuda_graphs, None)
     check_value("numerics", numerics, Numerics)
+    check_processor()
     for role, module in (("model", model), ("draft_model", draft_model)):
         if getattr(module, "training", False):
             raise UsageError(f"{role} is in training mode, where dropout acts: call its eval() first")
@@ -80,6 +82,7 @@ def from_models(
         device=str(target.device),
         draft_dtype=None if draft is None else str(draft.dtype).removeprefix("torch."),
         draft_device=None if draft is None else str(draft.device),
+        processor=str(current()),
     )
     options = {"info": info, "log_steps": log_steps, "on_too_long": on_too_long, "cuda_graphs": cuda_graphs}
     engine = Engine(target, draft, codec, method, batch_size=batch_size, **options)  # type: ignore[arg-type]

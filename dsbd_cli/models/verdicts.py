@@ -18,7 +18,7 @@ import torch
 
 import dsbd_cli
 from dsbd_cli.config.model import ModelSpec
-from dsbd_cli.ops.cpu.runtime import processor
+from dsbd_cli.ops.processor import current, instructions, on_amd
 from dsbd_cli.user_cache import cache_folder, write_whole
 
 _logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ def fingerprint(spec: ModelSpec, files: Iterable[Path]) -> str:
             (str(path.resolve()), (stat := path.stat()).st_size, stat.st_mtime_ns) for path in files if path.is_file()
         ],
         "code": _code(),
-        "processor": (processor()[0], sorted(processor()[1])),
+        "processor": (str(current()), on_amd(), sorted(instructions())),
         "threads": torch.get_num_threads(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "environment": sorted((name, value) for name, value in os.environ.items() if name.startswith(LIBRARIES)),

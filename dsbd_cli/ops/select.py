@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dsbd_cli.ops import reference
 from dsbd_cli.ops.cpu import (
@@ -26,8 +26,9 @@ from dsbd_cli.ops.cpu import (
     prompt_attention,
     scan,
 )
-from dsbd_cli.ops.cpu.runtime import FLOATS, compile_beside, unloadable
-from dsbd_cli.ops.interface import Linear, OpChoice, Ops, RowsLinear
+from dsbd_cli.ops.cpu.runtime import FLOATS, compile_beside, may_use_matrix_units, team, unloadable
+from dsbd_cli.ops.interface import Backend, Linear, OpChoice, Ops, RowsLinear
+from dsbd_cli.ops.processor import ON_ARM, Processor, current
 from dsbd_cli.ops.triton import available
 from dsbd_cli.ops.triton.trial import faults
 
@@ -68,19 +69,21 @@ def ops_for(
                 by_triton[name],
                 OpChoice(name, "triton", f"its results on {device} are those of torch"),
             )
-        elif device.type == "cpu" and name == "linear":
-            found[name], choice = packed_linear, _packing(dtype)
-        elif device.type == "cpu" and name == "pick" and _packs(linear.Compiled, dtype):
-            found[name], choice = pick, OpChoice(name, "numba", "rows are packed from where they lie")
-        elif device.type == "cpu" and name in NUMBA and (reason := _numba_missing(name, dtype, widths)) is None:
-            found[name], choice = NUMBA[name].op, OpChoice(name, "numba", "it runs on this processor")
+        elif device.type == "cpu":
+            kernel, why = choose(name, dtype, "plain" if name == "linear" else "", widths)
+            backend = "torch" if kernel is None else kernel.backend
+            choice = OpChoice(name, backend, why or reason or f"no kernel serves {device}")
+            if name == "linear":
+                found[name] = packed_linear
+            elif kernel is not None:
+                found[name] = kernel.op
         else:
             choice = OpChoice(name, "torch", reason or f"no kernel serves {device}")
         report.append(choice)
     return Ops(**found, report=tuple(report))
 
 
-# numba, on a CPU
+# kernels of the CPU
 
 
 def begin_compiling() -> None:
@@ -89,12 +92,36 @@ def begin_compiling() -> None:
         compile_beside(module)
 
 
-class _Numba(NamedTuple):
-    """An operation that CPU kernels serve, what loads them, and the words of a warning if that fails."""
+class Kernel(NamedTuple):
+    """A kernel for an operation on the CPU, and where it serves.
 
-    op: object
-    load: Callable[[], object]
-    instead: str
+    name: the operation. op: what `Ops` holds for it, or the class of a product. load: compiles it. instead: what a
+    warning says that happens where it cannot be loaded. least, most: processors; an ARM counts as AVX2. dtypes: of the
+    model; empty: any. weights: their format: `plain`, in the dtype of the model, or `int8`; empty for an operation
+    without weights. step: widths must be multiples of it. needs: what must be true. trial: returns what is wrong with
+    its results. beside: an operation, and its weights, that a kernel must serve, too. reason: why it serves. elsewhere:
+    why it does not serve on other processors.
+    """
+
+    name: str
+    op: Any
+    load: Callable[[], object] = lambda: None
+    instead: str = ""
+    least: Processor = Processor.AVX2
+    most: Processor = Processor.AMX
+    dtypes: tuple[torch.dtype, ...] = ()
+    weights: str = ""
+    step: int = 1
+    needs: tuple[Callable[[], object], ...] = ()
+    trial: Callable[[Any, torch.dtype], str | None] | None = None
+    beside: tuple[str, str] | None = None
+    reason: str = "it runs on this processor"
+    elsewhere: str = "the processor does not multiply and add in one step"
+    backend: Backend = "numba"
+
+    def fits(self, processor: Processor) -> bool:
+        """Return whether the kernel is for this processor."""
+        return self.least <= processor <= self.most or (self.least == Processor.AVX2 and ON_ARM)
 
 
 def _log_total(values: Tensor, highest: Tensor) -> Tensor:
@@ -122,49 +149,6 @@ def _commit(beams: int, window: int) -> ModuleType:
     return iteration
 
 
-_TORCH_ITERATIONS = "tensor code computes what lies between the forwards"
-_TORCH_LAYERS = "torch computes norms, rotations and activations"
-NUMBA = {
-    "norm": _Numba(layer.norm, layer.compiled, _TORCH_LAYERS),
-    "gated": _Numba(layer.gated, layer.compiled, _TORCH_LAYERS),
-    "rotate": _Numba(layer.rotate, layer.compiled, _TORCH_LAYERS),
-    "program": _Numba(program.loop, program.compiled, "layers are called one by one"),
-    "path_attention": _Numba(attention, attention.compiled, "torch computes attention over the suffix"),
-    "prompt_attention": _Numba(prompt_attention, prompt_attention.compiled, "torch computes attention to prompts"),
-    "log_total": _Numba(_log_total, logsumexp.compiled, "torch computes the sums over the vocabulary"),
-    "candidates": _Numba(candidates.candidates, _load_candidates, _TORCH_ITERATIONS),
-    "draft": _Numba(_draft, iteration.compiled, _TORCH_ITERATIONS),
-    "verify": _Numba(_verify, iteration.compiled, _TORCH_ITERATIONS),
-    "commit": _Numba(_commit, iteration.compiled, _TORCH_ITERATIONS),
-    "scan": _Numba(scan.compiled, scan.compiled, "torch computes recurrent layers"),
-}
-_unloadable = functools.cache(unloadable)
-
-
-def _numba_missing(name: str, dtype: torch.dtype, widths: frozenset[int]) -> str | None:
-    """Return why the CPU kernel of an operation cannot serve; None where it can."""
-    if name in (*LAYERS, "path_attention", "prompt_attention") and dtype not in FLOATS:
-        return f"the kernels do not compute in {dtype}"
-    if name == "prompt_attention" and not prompt_attention.able(dtype):
-        return "the kernel is for processors with AVX-512 and without matrix units"
-    if name in LAYERS and any(width % layer.STEP for width in widths):
-        return f"a width is not a multiple of {layer.STEP}"
-    if name == "program" and (reason := _numba_missing("norm", dtype, widths)) is not None:
-        return reason
-    return _unloadable(*NUMBA[name][1:])
-
-
-def packed_linear(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> linear.PackedProduct | None:
-    """Return layers as one packed product; None where no packed product gives the results of the plain one.
-
-    weights: [o, i] of each layer, of one dtype, on a CPU. biases: [o] or None of each layer.
-    """
-    for backend in (linear.Compiled, linear.Torch):
-        if backend.takes(weights[0]) and _packs(backend, weights[0].dtype):
-            return linear.PackedProduct(weights, biases, backend)
-    return None
-
-
 def pick(table: Tensor, dtype: torch.dtype) -> RowsLinear:
     """Return products with picked rows of a table [V, i]. They are packed if the kernel can read the table as it is."""
     if table.dtype != dtype or not linear.Compiled.takes(table) or table.stride(1) != 1:
@@ -172,39 +156,106 @@ def pick(table: Tensor, dtype: torch.dtype) -> RowsLinear:
     return linear.PickedRows(table)
 
 
-def packing_works(dtype: torch.dtype) -> bool:
-    """Return whether our kernel or this build of torch has a packed product here that equals the plain one."""
-    return _packs(linear.Compiled, dtype) or _packs(linear.Torch, dtype)
+def _int8_fault(backend: type[int8.Compiled] | type[int8.Torch], dtype: torch.dtype) -> str | None:
+    return int8.fault(backend, packed_linear)
 
 
-def _packing(dtype: torch.dtype) -> OpChoice:
-    if _packs(linear.Compiled, dtype):
-        if dtype == torch.bfloat16 and linear.bfloat16_tile() == "amx":
-            return OpChoice("linear", "numba", "matrix units read weights as they lie in the checkpoint")
-        return OpChoice("linear", "numba", "weights lie in the order in which the kernel reads them")
-    return OpChoice(
-        "linear", "torch", "weights are packed by oneDNN" if packing_works(dtype) else "nothing packs weights"
-    )
+BASE, AVX512, AVX512_VNNI, AVX512_BF16, AMX = (
+    Processor[name] for name in ("BASE", "AVX512", "AVX512_VNNI", "AVX512_BF16", "AMX")
+)
+F32, BF16 = (torch.float32,), (torch.bfloat16,)
+_ITERATIONS = "tensor code computes what lies between the forwards"
+_LAYERS = "torch computes norms, rotations and activations"
+_LINEAR = functools.partial(
+    Kernel, load=linear.compiled, instead="torch computes linear layers", needs=(team,), trial=linear.fault
+)
+_LINES = "weights lie in the order in which the kernel reads them"
+_INT8 = functools.partial(
+    Kernel, "linear", int8.Compiled, int8.compiled, "torch computes products in int8", weights="int8",
+    trial=_int8_fault,
+)  # fmt: skip
+# For an operation the first kernel serves that can; torch's plain code where none can. Nothing else chooses.
+TABLE = (
+    Kernel("norm", layer.norm, layer.compiled, _LAYERS, dtypes=FLOATS, step=layer.STEP),
+    Kernel("gated", layer.gated, layer.compiled, _LAYERS, dtypes=FLOATS, step=layer.STEP),
+    Kernel("rotate", layer.rotate, layer.compiled, _LAYERS, dtypes=FLOATS, step=layer.STEP),
+    Kernel("program", program.loop, program.compiled, "layers are called one by one", dtypes=FLOATS, step=layer.STEP,
+           beside=("norm", "")),
+    _LINEAR("linear", linear.Compiled, least=AVX512, dtypes=F32, weights="plain", reason=_LINES),
+    _LINEAR("linear", linear.Compiled, least=AVX512, most=AVX512_BF16, dtypes=BF16, weights="plain", reason=_LINES),
+    _LINEAR("linear", linear.Compiled, least=AMX, dtypes=BF16, weights="plain", needs=(team, may_use_matrix_units),
+            reason="matrix units read weights as they lie in the checkpoint"),
+    Kernel("linear", linear.Torch, least=BASE, weights="plain", trial=linear.fault, backend="torch",
+           reason="weights are packed by oneDNN"),
+    _INT8(least=AVX512_VNNI, most=AVX512_BF16, needs=(team,)),
+    _INT8(least=AMX, needs=(team, may_use_matrix_units)),
+    Kernel("linear", int8.Torch, least=BASE, weights="int8", trial=_int8_fault, backend="torch"),
+    Kernel("pick", pick, beside=("linear", "plain"), reason="rows are packed from where they lie"),
+    Kernel("path_attention", attention, attention.compiled, "torch computes attention over the suffix",
+           dtypes=FLOATS),
+    Kernel("prompt_attention", prompt_attention, prompt_attention.compiled,
+           "torch computes attention to prompts", least=AVX512, most=AVX512_BF16, dtypes=FLOATS, needs=(team,),
+           elsewhere="the kernel is for processors with AVX-512 and without matrix units"),
+    Kernel("log_total", _log_total, logsumexp.compiled, "torch computes the sums over the vocabulary"),
+    Kernel("candidates", candidates.candidates, _load_candidates, _ITERATIONS),
+    Kernel("draft", _draft, iteration.compiled, _ITERATIONS),
+    Kernel("verify", _verify, iteration.compiled, _ITERATIONS),
+    Kernel("commit", _commit, iteration.compiled, _ITERATIONS),
+    Kernel("scan", scan.compiled, scan.compiled, "torch computes recurrent layers"),
+)  # fmt: skip
+_unloadable = functools.cache(unloadable)
+
+
+def choose(
+    name: str, dtype: torch.dtype, weights: str = "", widths: frozenset[int] = frozenset()
+) -> tuple[Kernel | None, str]:
+    """Return the kernel of TABLE that serves an operation on this processor, and why; None, and why not, which is empty
+    for an operation without kernels."""
+    reason = ""
+    for kernel in TABLE:
+        if (kernel.name, kernel.weights) == (name, weights):
+            missing = _missing(kernel, dtype, widths)
+            if missing is None:
+                return kernel, kernel.reason
+            reason = missing
+    return None, reason
 
 
 @functools.cache
-def _packs(backend: type[linear.Compiled] | type[linear.Torch], dtype: torch.dtype) -> bool:
-    """Return whether a packed product can serve here and gives the results of the plain one."""
-    if dtype not in FLOATS or not backend.able(dtype):
-        return False
-    if backend is linear.Compiled and _unloadable(linear.compiled, "torch computes linear layers") is not None:
-        return False
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(96, 64, generator=generator).to(dtype)
-    x, bias = torch.randn(2, 5, 64, generator=generator).to(dtype), torch.randn(96, generator=generator).to(dtype)
-    try:
-        with torch.inference_mode():
-            product = backend([weight])
-            ours = product(x, product.bias(bias))
-            plain = nn.functional.linear(x, weight, bias)
-    except (AttributeError, RuntimeError, NotImplementedError):
-        return False
-    return ours.shape == plain.shape and torch.allclose(ours, plain, rtol=2e-2, atol=2e-2)
+def _missing(kernel: Kernel, dtype: torch.dtype, widths: frozenset[int]) -> str | None:
+    """Return why a kernel cannot serve here; None where it can."""
+    if kernel.dtypes and dtype not in kernel.dtypes:
+        return f"the kernels do not compute in {dtype}"
+    if not kernel.fits(current()) or not all(need() for need in kernel.needs):
+        return kernel.elsewhere
+    if any(width % kernel.step for width in widths):
+        return f"a width is not a multiple of {kernel.step}"
+    if kernel.beside is not None:
+        name, weights = kernel.beside
+        other, why = choose(name, dtype, weights, widths)
+        if other is None or other.backend == "torch":
+            return why
+    if (reason := _unloadable(kernel.load, kernel.instead)) is not None:
+        return reason
+    return None if kernel.trial is None else kernel.trial(kernel.op, dtype)
+
+
+def packed_linear(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> linear.PackedProduct | None:
+    """Return layers as one packed product; None where no packed product gives the results of the plain one.
+
+    weights: [o, i] of each layer, of one dtype, on a CPU. biases: [o] or None of each layer.
+    """
+    like = weights[0]
+    for kernel in TABLE:
+        mine = (kernel.name, kernel.weights) == ("linear", "plain") and kernel.op.takes(like)
+        if mine and _missing(kernel, like.dtype, frozenset()) is None:
+            return linear.PackedProduct(weights, biases, kernel.op)
+    return None
+
+
+def packing_works(dtype: torch.dtype) -> bool:
+    """Return whether our kernel or this build of torch has a packed product here that equals the plain one."""
+    return choose("linear", dtype, "plain")[0] is not None
 
 
 def int8_linear(weights: Sequence[Tensor], biases: Sequence[Tensor | None], outliers: Tensor) -> int8.Int8Product:
@@ -212,19 +263,15 @@ def int8_linear(weights: Sequence[Tensor], biases: Sequence[Tensor | None], outl
 
     weights: [o, i] of each layer, of one dtype, on a CPU. biases: [o] or None of each layer.
     """
-    return int8.Int8Product(weights, biases, outliers, _int8_way(), packed_linear)
+    kernel, reason = choose("linear", weights[0].dtype, "int8")
+    assert kernel is not None, reason
+    return int8.Int8Product(weights, biases, outliers, kernel.op, packed_linear)
 
 
-@functools.cache
-def _int8_way() -> type[int8.Compiled] | type[int8.Torch]:
-    able = int8.Compiled.able() and _unloadable(int8.compiled, "torch computes products in int8") is None
-    return int8.Compiled if able and int8.fault(int8.Compiled, packed_linear) is None else int8.Torch
-
-
-@functools.cache
 def int8_missing() -> str | None:
     """Return why this build of torch on this processor has no exact int8 product; None where it has one."""
-    return int8.fault(_int8_way(), packed_linear)
+    kernel, reason = choose("linear", torch.float32, "int8")
+    return reason if kernel is None else None
 
 
 # triton, on a GPU

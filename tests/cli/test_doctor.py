@@ -13,6 +13,7 @@ import pytest
 from dsbd_cli.cli.commands import doctor as command
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.lab.profiling import checkup
+from dsbd_cli.ops.processor import current
 from tests.cli.conftest import Outcome
 from tests.helpers.checkpoints import byte_fallback, byte_level, save, wrap
 
@@ -68,6 +69,7 @@ def test_the_document(dsbd: Dsbd, folders: tuple[str, str, str]) -> None:
     facts = {name: check["facts"] for name, check in document["checks"].items()}
     assert facts["models"]["target"]["dtype"] == "float32"
     assert facts["speed"]["tokens_per_s"] > 0
+    assert facts["machine"]["processor"] == str(current())
     steps = facts["texts"].pop("steps_per_call")
     assert steps >= 1
     assert facts["texts"] == {"equal": 2, "same_tokens": 2, "prompts": 2}

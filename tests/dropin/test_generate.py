@@ -19,7 +19,7 @@ from dsbd_cli.config.model import BUILTIN_TARGET, ModelSpec
 from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
 from dsbd_cli.models.checkpoints.loader import load
 from dsbd_cli.models.checks.invariance import check
-from dsbd_cli.ops.cpu.runtime import on_amd
+from dsbd_cli.ops.processor import on_amd
 from tests.engine.decoding.test_transformers import model as tiny
 from tests.helpers.tiny import build
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,15 +23,35 @@ def serves(name: str, dtype: torch.dtype = torch.float32) -> bool:
 
 
 @contextmanager
-def replaced(monkeypatch: pytest.MonkeyPatch, *names: str, **changes: Any) -> Iterator[None]:
-    """Something else stands inside for the kernels of these operations: `op`, or what they are loaded with."""
+def table(monkeypatch: pytest.MonkeyPatch, kernels: Iterable[select.Kernel]) -> Iterator[None]:
+    """These are all kernels of the CPU inside."""
     with monkeypatch.context() as patch:
-        for name in names:
-            patch.setitem(select.NUMBA, name, select.NUMBA[name]._replace(**changes))
+        patch.setattr(select, "TABLE", tuple(kernels))
         patch.setattr(select, "_unloadable", functools.cache(unloadable))
-        select.ops_for.cache_clear()
+        forget()
         yield
+    forget()
+
+
+def forget() -> None:
+    """What has been chosen is chosen anew."""
+    select._missing.cache_clear()
     select.ops_for.cache_clear()
+
+
+def replaced(monkeypatch: pytest.MonkeyPatch, *names: str, **changes: Any) -> contextlib.AbstractContextManager[None]:
+    """Something else stands inside for the kernels of these operations: `op`, or what they are loaded with. No name:
+    all."""
+    every = not names
+    kernels = [one._replace(**changes) if every or one.name in names else one for one in select.TABLE]
+    return table(monkeypatch, kernels)
+
+
+def only(
+    monkeypatch: pytest.MonkeyPatch, backend: object, weights: str = "plain"
+) -> contextlib.AbstractContextManager[None]:
+    """No other backend multiplies such weights inside."""
+    return table(monkeypatch, [one for one in select.TABLE if one.weights != weights or one.op is backend])
 
 
 def refuse() -> None:

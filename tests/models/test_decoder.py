@@ -44,14 +44,14 @@ from dsbd_cli.models.decoder.spec import DecoderSpec, spec_of
 from dsbd_cli.models.forest_model import BaseForestModel, StateTap, unsupported
 from dsbd_cli.models.load_model import load_model
 from dsbd_cli.models.verdicts import Verdict
-from dsbd_cli.ops import select
+from dsbd_cli.ops.cpu import linear
 from dsbd_cli.ops.cpu.program import loop
 from dsbd_cli.ops.run import Arena, Program
 from dsbd_cli.ops.select import packing_works
 from dsbd_cli.requests import Request
 from dsbd_cli.user_cache import cache_folder
 from tests.helpers.checkpoints import numbers, save
-from tests.helpers.kernels import refuse, replaced, serves
+from tests.helpers.kernels import only, refuse, replaced, serves
 from tests.helpers.toys import NumberCodec
 from tests.helpers.worlds import RandomPlanner
 from tests.models.checks.test_invariance import all_slots_at_once
@@ -889,7 +889,7 @@ def test_what_a_verdict_depends_on(folder: Path, monkeypatch: pytest.MonkeyPatch
     os.utime(folder / "model.safetensors", ns=(stat.st_atime_ns, stat.st_mtime_ns + 1000))
     decoder_of(folder)
     assert len(made) == 8
-    for name, other in (("_code", lambda: "other"), ("processor", lambda: ("other", frozenset()))):
+    for name, other in (("_code", lambda: "other"), ("instructions", lambda: frozenset({"other"}))):
         monkeypatch.setattr(verdicts, name, other)
         decoder_of(folder)
     monkeypatch.setattr(verdicts, "version", lambda package: "99.0.0")
@@ -902,7 +902,7 @@ def test_what_a_verdict_depends_on(folder: Path, monkeypatch: pytest.MonkeyPatch
     decoder_of(folder)
     assert len(made) == 13
     with replaced(
-        monkeypatch, *select.NUMBA, load=refuse
+        monkeypatch, load=refuse
     ):  # as with a numpy that numba refuses: torch's products may depend on their number of rows
         decoder_of(folder)
         decoder_of(folder)
@@ -1026,7 +1026,6 @@ def test_a_cache_folder_that_cannot_be_written_costs_checks_alone(
 @pytest.mark.parametrize("way", ["Compiled", "Torch"])
 def test_the_size_is_told_whatever_packs_the_weights(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards torch's packed weights, which do not say where they lie."""
-    works = select._packs
-    monkeypatch.setattr(select, "_packs", lambda one, dtype: one.__name__ == way and works(one, dtype))
-    model = decoder_of(save_decoder(tmp_path, build_decoder("llama")))
+    with only(monkeypatch, getattr(linear, way)):
+        model = decoder_of(save_decoder(tmp_path, build_decoder("llama")))
     assert 0 < model.size.read_bytes <= model.size.held_bytes

@@ -18,6 +18,7 @@ from dsbd_cli.models import load_adapted, load_model
 from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
 from dsbd_cli.ops import ahead, memory
 from dsbd_cli.ops.ahead import HUGE, LEAST, TouchedMemory
+from dsbd_cli.ops.processor import Processor
 from tests.helpers.checkpoints import save
 
 
@@ -143,17 +144,23 @@ def test_no_more_is_touched_than_a_model_packs(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "gpu").touch()
 
     def packed(
-        config: str = '{"torch_dtype": "bfloat16"}', flags: str = "avx512f", gpu: str = "none", **spec: Any
+        config: str = '{"torch_dtype": "bfloat16"}',
+        processor: Processor = Processor.AVX512,
+        gpu: str = "none",
+        **spec: Any,
     ) -> int:
         (tmp_path / "config.json").write_text(config)
-        (tmp_path / "facts").write_text(f"flags : fma {flags}")
         monkeypatch.setattr(loading, "GPU_FILES", (str(tmp_path / gpu),))
-        monkeypatch.setattr(loading, "CPU_FACTS", tmp_path / "facts")
+        monkeypatch.setattr(loading, "current", lambda: processor)
         return loading._packed_bytes(Checkpoint(ModelSpec(str(tmp_path), **spec), tmp_path))
 
     assert packed() == packed(device="cpu", gpu="gpu") == 1000
     assert packed('{"dtype": "float32"}') == 500  # which may be packed in bfloat16
-    assert packed(flags="avx512f amx_bf16") == packed(flags="avx2") == 0
-    assert packed(quantize="int8", flags="avx512f avx512_vnni") == packed(quantize="int8", flags="amx_int8") == 500
+    assert packed(processor=Processor.AMX) == packed(processor=Processor.AVX2) == 0
+    assert (
+        packed(quantize="int8", processor=Processor.AVX512_VNNI)
+        == packed(quantize="int8", processor=Processor.AMX)
+        == 500
+    )
     assert packed(quantize="int8") == packed("[]") == packed("{") == packed("[" * 100_000) == 0
     assert packed(gpu="gpu") == packed(device="cuda") == packed(tensor_parallel=2) == 0

@@ -10,10 +10,10 @@ import torch
 from dsbd_cli.engine.iteration.devices import iteration_ops
 from dsbd_cli.ops import reference
 from dsbd_cli.ops.interface import OpChoice, Ops
-from dsbd_cli.ops.select import DECODER, ITERATION, NUMBA, TRITON, ops_for, packed_linear
+from dsbd_cli.ops.select import DECODER, ITERATION, TABLE, TRITON, ops_for, packed_linear
 from tests.helpers.kernels import CPU, refuse, replaced, serves
 
-EVERY = (*dict.fromkeys((*DECODER, *ITERATION, *TRITON, *NUMBA, "pick")),)  # pick: of drafts with own ids
+EVERY = (*dict.fromkeys((*DECODER, *ITERATION, *TRITON, *(kernel.name for kernel in TABLE))),)
 
 
 def test_every_operation_has_a_name_and_plain_torch_serves_what_is_not_asked_for() -> None:

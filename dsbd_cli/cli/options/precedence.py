@@ -23,7 +23,7 @@ from dsbd_cli.errors import KINDS, UsageError, is_utf8, reading, shorten
 
 PREFIX = "DSBD_"
 OR_AUTO = ("depth", "batch_size", "workers")  # numbers that may also be the word auto
-OTHER_VARIABLES = ("DSBD_MODELS_FILE", "DSBD_DEBUG")  # read elsewhere, for every command
+OTHER_VARIABLES = ("DSBD_CPU", "DSBD_MODELS_FILE", "DSBD_DEBUG")  # read elsewhere, for every command
 YES, NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 OF_ONE_RUN = ("print_config", "dry_run", "set")  # what no file and no variable says
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from dsbd_cli.scale.workers import WorkerReport
 
 ROWS_FAILED = 3
-ENGINE_FIELDS = ("device", "dtype", "draft_device", "draft_dtype", "draft_form", "threads")
+ENGINE_FIELDS = ("device", "dtype", "draft_device", "draft_dtype", "draft_form", "threads", "processor")
 
 
 def rows_exit_code(totals: Totals) -> int:

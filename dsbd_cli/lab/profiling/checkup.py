@@ -21,6 +21,7 @@ from dsbd_cli.lab.reports.units import bytes_text, figure, seconds_text
 from dsbd_cli.lab.tasks.choose import TASKS
 from dsbd_cli.models.checkpoints.catalog import fit
 from dsbd_cli.models.checkpoints.checkpoint import Checkpoint, open_pair
+from dsbd_cli.ops.processor import current
 from dsbd_cli.requests import Request
 from dsbd_cli.threads import processors
 
@@ -138,8 +139,15 @@ def _machine() -> tuple[State, str, Facts]:
     total, free = memory_bytes(cpu), free_bytes(cpu)
     system = f"{platform.system()} {platform.machine()}"
     beside = f"{plural(cores, 'core')}, {plural(threads, 'thread')}"
-    text = f"{cpu_name()}, {beside}, {free / GIB:.1f} of {total / GIB:.1f} GiB free; {system}"
-    facts = {"cpu": cpu_name(), "cores": cores, "threads": threads, "memory_bytes": total, "free_bytes": free}
+    text = f"{cpu_name()} ({current()}), {beside}, {free / GIB:.1f} of {total / GIB:.1f} GiB free; {system}"
+    facts = {
+        "cpu": cpu_name(),
+        "processor": str(current()),
+        "cores": cores,
+        "threads": threads,
+        "memory_bytes": total,
+        "free_bytes": free,
+    }
     return "ok", text, {**facts, "system": system}
 
 

@@ -27,6 +27,7 @@ from dsbd_cli.models.adapted.picture_sizes import any_size, picture_shape, sampl
 from dsbd_cli.models.adapted.positions import DecoderPositions, decoder_of
 from dsbd_cli.models.attention.metadata import AttentionMetadata, LayerMask, Split
 from dsbd_cli.models.forest_model import calibration_tokens
+from dsbd_cli.ops.interface import host_reads
 
 DECODER_LIMITS = ("max_target_positions", "max_decoder_position_embeddings", "max_position_embeddings")
 ENCODER_LIMITS = ("max_source_positions", "max_encoder_position_embeddings", "max_position_embeddings")
@@ -192,7 +193,7 @@ class Seq2SeqForestModel(TransformersForest):
             width = (len(encoder_input) // STEP + 1) * STEP
             if self.max_encoder_input is None or width <= self.max_encoder_input:
                 return (-1, width)
-        return (index if self._device.type == "cpu" else -2, *encoder_input.shape)
+        return (index if host_reads(self._device) else -2, *encoder_input.shape)
 
     def layers_replaced(self) -> None:
         super().layers_replaced()
@@ -325,7 +326,7 @@ class Seq2SeqForestModel(TransformersForest):
         sizes = self._cross.sizes[:rows] if batch.rows is None else self._cross.sizes[batch.rows]
         seen = torch.arange(width, device=self._device) < sizes.unsqueeze(1)  # [R, Z]
         seen = seen.unsqueeze(1).expand(-1, count, -1)
-        by_row = self._device.type == "cpu"
+        by_row = host_reads(self._device)
         masked = by_row and self._takes_source_mask  # else there are as many places as the source has
         split: Split | None = None
         if metadata.split is not None:

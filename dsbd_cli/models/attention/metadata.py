@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.engine.protocols import ForestInput
-from dsbd_cli.ops.cpu.runtime import on_amd
-from dsbd_cli.ops.interface import Ops
+from dsbd_cli.ops.interface import Ops, host_reads
 from dsbd_cli.ops.layout import SlotPaths
+from dsbd_cli.ops.processor import on_amd
 
 PROMPT_SLOTS_STEP = 32  # prompt slots are counted in steps of this size: torch uses another kernel for a remainder
 LEAST_PROMPT_SLOTS = 64  # a shorter prompt is all suffix
@@ -206,7 +206,7 @@ class AttentionMetadata:
         elif batch.chain:
             metadata.by_prefix = reading == "prefix"
             # on other devices torch's kernels are checked at load
-            if reading != "all slots" and batch.prompt_slots is not None and batch.tokens.device.type == "cpu":
+            if reading != "all slots" and batch.prompt_slots is not None and host_reads(batch.tokens.device):
                 metadata.first_slot = batch.prompt_slots[0]
         return metadata
 

@@ -24,21 +24,18 @@ import torch
 from torch import Tensor, nn
 
 from dsbd_cli.ops import run
-from dsbd_cli.ops.cpu.linear import COLUMNS, PackedProduct, Parts, bfloat16_tile, joined_bias, lines, row_addresses
+from dsbd_cli.ops.cpu.linear import COLUMNS, PackedProduct, Parts, joined_bias, lines, row_addresses
 from dsbd_cli.ops.cpu.runtime import (
     PRODUCT,
     CpuKernel,
-    features,
     fields,
     kernels,
     layout,
-    matrix_units,
-    may_use_matrix_units,
     offsets,
     shares,
-    team,
 )
 from dsbd_cli.ops.memory import allocate_weights
+from dsbd_cli.ops.processor import bfloat16_tile
 
 LEVELS = 127
 ZERO = 128  # offset of inputs, which are unsigned: for signed ones torch takes a kernel a thousand times slower
@@ -138,12 +135,6 @@ class Torch:
 class Compiled:
     """Weights and products by kernels/int8.py, with the methods of Torch. Outputs, and their scales, fill up a multiple
     of COLUMNS, inputs a multiple of INPUTS."""
-
-    @staticmethod
-    def able() -> bool:
-        """Return whether the kernels are fast here, and torch's threads can run them."""
-        able = may_use_matrix_units() if matrix_units() else {"avx512f", "avx512vnni"} <= features()
-        return able and team() is not None
 
     def __init__(self, weights: Sequence[Tensor], outliers: Tensor, bias: Tensor, linear: Linear) -> None:
         self._outputs, self._given = sum(map(len, weights)), weights[0].shape[1]

@@ -23,24 +23,22 @@ from torch import Tensor, nn
 
 from dsbd_cli.ops import run
 from dsbd_cli.ops.cpu.runtime import (
+    FLOATS,
     PRODUCT,
     CpuKernel,
-    features,
     fields,
     flattened,
     kernels,
     layout,
-    matrix_units,
-    may_use_matrix_units,
     offsets,
-    on_amd,
-    team,
 )
 from dsbd_cli.ops.memory import allocate_weights
+from dsbd_cli.ops.processor import Processor, bfloat16_tile, current, on_amd
 
 ROWS_HINT = 32  # tokens for which torch chooses its blocks; measured: any hint from 8 to 512 gives the same blocks
 LEAST_ROWS = 4  # fewer rows take torch longer; measured: 1 row 0.65 ms, 4 rows 0.51 ms for 5632 x 2048 in bfloat16
 MIN_FEATURES = 64
+NOTHING_PACKS = "nothing packs weights"
 COLUMNS = 64  # outputs that our kernels compute at once
 # For matrix units. They multiply SIDES rows, of SIDES words each, at once. For up to ROWS_AT_ONCE rows of x, weights
 # that are stored in rows are read from memory once. For more, a thread turns a piece of them into lines, which its
@@ -70,20 +68,6 @@ class PackArguments(ctypes.Structure):
 
 MULTIPLY, PACK = offsets(LinearArguments), offsets(PackArguments)
 LAYOUT = layout(LinearArguments, PackArguments, constants=(COLUMNS,))
-
-
-@functools.cache
-def bfloat16_tile() -> str | None:
-    """Return the kind of tile that multiplies bfloat16 here; None where torch does it.
-
-    Matrix units are fastest. AVX-512 BF16 multiplies pairs; an Emerald Rapids does that at half its rate of float32. So
-    on other processors than AMD's, and where the instruction is missing, each number is widened to float32 first.
-    """
-    if matrix_units():
-        return "amx"
-    if "avx512f" not in features():
-        return None
-    return "bfloat16" if "avx512bf16" in features() and on_amd() else "widened"
 
 
 @functools.cache
@@ -124,7 +108,7 @@ class Parts(NamedTuple):
 
 @functools.lru_cache(1024)
 def _parts(rows: int, blocks: int, lines: int, kinds: int, room: int, threads: int) -> Parts:
-    most = MATRIX_CHUNK_ROWS if matrix_units() else CHUNK_ROWS
+    most = MATRIX_CHUNK_ROWS if current() == Processor.AMX else CHUNK_ROWS
     chunk, share = max(1, min(rows, most)), max(1, blocks // (4 * threads))
     items, piece = -(-blocks // share) * -(-rows // chunk), lines if rows <= FEW_ROWS else PIECE
     if on_amd() and rows in SHORT_ROWS:
@@ -196,13 +180,6 @@ def row_addresses(weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
 
 class Compiled:
     """Weights for our kernel: lines, or the rows of the given tensors, which must not change."""
-
-    @staticmethod
-    def able(dtype: torch.dtype) -> bool:
-        """Return whether the processor has the instructions for a fast kernel, and torch's threads can run it."""
-        tile = bfloat16_tile() if dtype == torch.bfloat16 else None
-        known = may_use_matrix_units() if tile == "amx" else "avx512f" in features()
-        return known and team() is not None
 
     @staticmethod
     def takes(weight: Tensor) -> bool:
@@ -363,3 +340,21 @@ def _filled(weight: Tensor, multiple: int) -> Tensor:
     """Append zeros after the last output, up to a multiple of `multiple`."""
     missing = -weight.shape[0] % multiple
     return nn.functional.pad(weight, (*[0] * (2 * weight.dim() - 1), missing)) if missing else weight
+
+
+def fault(backend: type[Compiled] | type[Torch], dtype: torch.dtype) -> str | None:
+    """Return what is wrong with the packed products of a backend; None where they are the plain ones."""
+    if dtype not in FLOATS or (backend is Torch and not Torch.able(dtype)):
+        return NOTHING_PACKS
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(96, 64, generator=generator).to(dtype)
+    x, bias = torch.randn(2, 5, 64, generator=generator).to(dtype), torch.randn(96, generator=generator).to(dtype)
+    try:
+        with torch.inference_mode():
+            product = backend([weight])
+            ours = product(x, product.bias(bias))
+            plain = nn.functional.linear(x, weight, bias)
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return NOTHING_PACKS
+    same = ours.shape == plain.shape and torch.allclose(ours, plain, rtol=2e-2, atol=2e-2)
+    return None if same else NOTHING_PACKS

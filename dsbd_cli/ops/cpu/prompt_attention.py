@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dsbd_cli.ops import run
 from dsbd_cli.ops.cpu.linear import COLUMNS
-from dsbd_cli.ops.cpu.runtime import FLOATS, CpuKernel, features, fields, kernels, layout, matrix_units, offsets, team
+from dsbd_cli.ops.cpu.runtime import FLOATS, CpuKernel, fields, kernels, layout, offsets
 
 SLOTS = 2 * COLUMNS  # of a chunk
 QUERIES = 64  # that a thread works on at most: they share the packed keys and values
@@ -44,11 +44,6 @@ class PromptArguments(ctypes.Structure):
 
 ATTEND = offsets(PromptArguments)
 LAYOUT = layout(PromptArguments, constants=(SLOTS, QUERIES))
-
-
-def able(dtype: torch.dtype) -> bool:
-    """Return whether the kernel is fast here. Where matrix units multiply bfloat16, torch's attention uses them."""
-    return dtype in FLOATS and "avx512f" in features() and not matrix_units() and team() is not None
 
 
 def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:

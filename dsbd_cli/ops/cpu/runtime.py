@@ -25,6 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsbd_cli.ops.processor import ON_ARM, Processor, current
+
 SMALL = 2**18  # a call of fewer multiplications runs on one thread: waking another would take longer
 # system call arch_prctl of Linux on x86, its request for the permission to use registers, and the number of the tile
 # registers (kernel documentation, x86/xstate)
@@ -117,7 +119,7 @@ def compile_beside(module: str) -> None:
     """Begin to compile the kernels of a module in a process of their own, unless that has been done or they cannot be
     kept. `kernels` waits for those that it is compiling."""
     folder = compiled_folder()
-    done = folder / f"dsbd-{module}-{folder_stamp()}-{sys.implementation.cache_tag}.done"
+    done = folder / f"dsbd-{module}-{current()}-{folder_stamp()}-{sys.implementation.cache_tag}.done"
     if done.exists() or not _may_keep(folder):
         return
     paths = [path for path in sys.path if isinstance(path, str)]  # what is no string means nothing to an import
@@ -135,7 +137,11 @@ def compile_beside(module: str) -> None:
 def _may_keep(folder: Path) -> bool:
     """Return whether kernels can run here and be kept in this folder, and a second process finds them there."""
     elsewhere = "NUMBA_CACHE_DIR" in os.environ or Path(".numba_config.yaml").exists()
-    able = _fused_multiply() and importlib.util.find_spec("numba") is not None and hasattr(os, "getuid")
+    able = (
+        (current() >= Processor.AVX2 or ON_ARM)
+        and importlib.util.find_spec("numba") is not None
+        and hasattr(os, "getuid")
+    )
     if elsewhere or not able or not sys.executable:
         return False
     if not folder.is_dir():
@@ -199,52 +205,19 @@ def team_address() -> int:
 
 
 @functools.cache
-def processor() -> tuple[str, frozenset[str]]:
-    """Return the processor that numba compiles for and its instruction sets, by LLVM's names.
-
-    The names are empty where numba cannot be loaded.
-    """
-    try:
-        from numba.core.registry import cpu_target
-
-        _, name, message = cpu_target.target_context.codegen().magic_tuple()
-    except Exception:  # of numba, llvmlite or the system
-        return "", frozenset()
-    return name, frozenset(one[1:] for one in message.split(",") if one.startswith("+"))
-
-
-def features() -> frozenset[str]:
-    """Return the instruction sets of `processor`."""
-    return processor()[1]
-
-
-def on_amd() -> bool:
-    """Return whether the processor is a Zen of AMD, with AVX-512 (Zen 4 and later) or older."""
-    return processor()[0].startswith("znver")
-
-
-@functools.cache
-def matrix_units() -> bool:
-    """Return whether the processor has matrix units for bfloat16 and int8 (Intel's AMX)."""
-    return {"amx-tile", "amx-bf16", "amx-int8"} <= features()
-
-
-@functools.cache
 def may_use_matrix_units() -> bool:
     """Ask Linux to save the registers of matrix units for this process, and return whether it does."""
-    if not matrix_units() or platform.system() != "Linux":
+    if current() != Processor.AMX or platform.system() != "Linux":
         return False
     return int(ctypes.CDLL(None).syscall(ARCH_PRCTL, REQUEST_REGISTERS, TILE_REGISTERS)) == 0
 
 
 def unloadable(load: Callable[[], object], instead: str) -> str | None:
-    """Return why kernels of numba cannot serve here; None where the processor can run them fast and they are loaded.
+    """Return why kernels of numba cannot be loaded; None where they are.
 
     A warning says what happens `instead` where they cannot be loaded. One cause: numba refuses to be imported together
     with a numpy that is newer than it supports.
     """
-    if not _fused_multiply():
-        return "the processor does not multiply and add in one step"
     try:
         load()
     except Exception as error:  # of numba, llvmlite or the system
@@ -252,11 +225,3 @@ def unloadable(load: Callable[[], object], instead: str) -> str | None:
         _logger.warning("%s, because the kernels cannot be loaded (%s)", instead, message)
         return f"the kernels cannot be loaded ({message})"
     return None
-
-
-@functools.cache
-def _fused_multiply() -> bool:
-    """Return whether the processor multiplies and adds in one step. If not, the C library is called for each number."""
-    if platform.machine().lower() in ("arm64", "aarch64"):
-        return True
-    return torch.backends.cpu.get_cpu_capability().startswith("AVX")

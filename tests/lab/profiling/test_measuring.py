@@ -15,9 +15,10 @@ from dsbd_cli.lab.reports.profile_data import NO_DRAFT, ForestSize
 from dsbd_cli.models.adapted.causal import CausalForestModel
 from dsbd_cli.models.adapted.patching import pack, plain_linears
 from dsbd_cli.models.forest_model import size_of
-from dsbd_cli.ops import select
+from dsbd_cli.ops.cpu import linear
 from dsbd_cli.ops.select import packing_works
 from dsbd_cli.requests import EngineInfo
+from tests.helpers.kernels import only
 from tests.helpers.tiny import build
 from tests.helpers.toys import NumberCodec, TableLM, table_pair
 
@@ -52,18 +53,17 @@ def test_the_size_of_a_model_counts_shared_weights_once(tied: bool) -> None:
 @pytest.mark.parametrize("way", ["Compiled", "Torch"])
 def test_packed_weights_are_counted_as_they_are_stored(way: str, tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the outputs that they are filled up with."""
-    works = select._packs
-    monkeypatch.setattr(select, "_packs", lambda one, dtype: one.__name__ == way and works(one, dtype))
-    if not packing_works(torch.float32):
-        pytest.skip("does not serve on this processor")
-    module = build("llama", tie_word_embeddings=tied, hidden_size=64, intermediate_size=96)
-    size = size_of(CausalForestModel(module, "tiny"))
-    linears = [(one.out_features, one.in_features) for _, _, one in plain_linears(module, least=1)]
-    more = [-outputs % 64 if way == "Compiled" else max(0, 64 - outputs) for outputs, _ in linears]
-    filled = sum(outputs * inputs for outputs, (_, inputs) in zip(more, linears, strict=True))
-    assert filled
-    assert pack(module) == len(linears)
-    packed = size_of(CausalForestModel(module, "tiny"))
+    with only(monkeypatch, getattr(linear, way)):
+        if not packing_works(torch.float32):
+            pytest.skip("does not serve on this processor")
+        module = build("llama", tie_word_embeddings=tied, hidden_size=64, intermediate_size=96)
+        size = size_of(CausalForestModel(module, "tiny"))
+        linears = [(one.out_features, one.in_features) for _, _, one in plain_linears(module, least=1)]
+        more = [-outputs % 64 if way == "Compiled" else max(0, 64 - outputs) for outputs, _ in linears]
+        filled = sum(outputs * inputs for outputs, (_, inputs) in zip(more, linears, strict=True))
+        assert filled
+        assert pack(module) == len(linears)
+        packed = size_of(CausalForestModel(module, "tiny"))
     assert size is not None
     assert packed is not None
     # the embeddings stay beside a packed head, and are not read

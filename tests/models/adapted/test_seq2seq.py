@@ -14,7 +14,7 @@ from dsbd_cli.models.adapted.patching import pack
 from dsbd_cli.models.adapted.seq2seq import Seq2SeqForestModel, encoder_digest, sample_encoder_input
 from dsbd_cli.models.checks.invariance import COMPANIES, Surroundings, _logits, check
 from dsbd_cli.models.checks.selftest import self_test
-from dsbd_cli.ops.cpu.runtime import on_amd
+from dsbd_cli.ops.processor import on_amd
 from tests.helpers.pairs import FIT, UNFIT, build_pair, perturbed
 
 

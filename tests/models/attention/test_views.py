@@ -13,8 +13,8 @@ from dsbd_cli.models.attention import forest, metadata, views
 from dsbd_cli.models.attention.forest import Scoring
 from dsbd_cli.models.attention.metadata import AttentionMetadata, Split
 from dsbd_cli.ops.cpu import attention
-from dsbd_cli.ops.cpu.runtime import features, on_amd
 from dsbd_cli.ops.interface import Ops
+from dsbd_cli.ops.processor import Processor, current, on_amd
 
 
 def in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +85,7 @@ def test_queries_that_are_not_filled_up_are_found(dim: int, monkeypatch: pytest.
     """Guards the test above."""
     monkeypatch.setattr(metadata, "LEAST_REST", 1)
     few = [torch.equal(of_queries(count, dim), of_queries(96, dim)) for count in range(1, 40)]
-    if all(few) and "avx512f" not in features():
+    if all(few) and current() < Processor.AVX512:
         pytest.skip("only processors with AVX-512 are known for it")
     assert not all(few)
 

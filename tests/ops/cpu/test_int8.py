@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from dsbd_cli.ops import select
 from dsbd_cli.ops.cpu.int8 import Int8Product
 from dsbd_cli.ops.select import int8_missing
 from tests.helpers.checkpoints import numbers, save
+from tests.helpers.kernels import forget, only
 from tests.helpers.pairs import DISTANT
 from tests.helpers.tiny import V
 
@@ -49,16 +51,16 @@ class Attention(nn.Module):
 # torch's is exact where the processor adds products of 8 bits in 32
 WAYS = [
     backend
-    for backend in dict.fromkeys((module.Torch, select._int8_way()))
-    if module.fault(backend, select.packed_linear) is None
+    for backend in (module.Torch, module.Compiled)
+    if any(one.op is backend and select._missing(one, torch.float32, frozenset()) is None for one in select.TABLE)
 ]
 
 
 @pytest.fixture(params=WAYS, ids=lambda backend: backend.__name__)
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """torch's operators, and our kernel where the processor has its instructions."""
-    monkeypatch.setattr(select, "_int8_way", lambda: request.param)
-    return request.param
+    with only(monkeypatch, request.param, "int8"):
+        yield request.param
 
 
 def block(dtype: torch.dtype = torch.float32, bias: bool = True) -> Attention:
@@ -76,50 +78,6 @@ def inputs(rows: int, dtype: torch.dtype = torch.float32, seed: int = 2) -> Tens
 def small(model: nn.Module, x: Tensor) -> int:
     """int8 for layers of any size, calibrated with x."""
     return quantize(model, lambda: model(x), least=1)
-
-
-def int8_reference(linear: nn.Linear, x: Tensor, outliers: Tensor) -> Tensor:
-    """The distribution of the layer in float64: integers of weights and inputs, and the outliers beside them."""
-    kept = torch.ones(linear.in_features, dtype=torch.bool)
-    kept[outliers] = False
-    weight, ordinary = linear.weight.float() * kept, x.float() * kept
-    scales = weight.abs().amax(1) / 127
-    steps = ordinary.abs().amax(-1, keepdim=True) / 127
-    integers = torch.floor(ordinary / steps + 128.5).sub(128).long() @ torch.round(weight / scales[:, None]).long().t()
-    few = x.double()[:, outliers] @ linear.weight.double()[:, outliers].t()
-    bias = 0 if linear.bias is None else linear.bias.double()
-    return integers.double() * scales.double() * steps.double() + few + bias
-
-
-@needs_int8
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("rows", [1, 3, 4, 37])
-@pytest.mark.usefixtures("backend")
-def test_equals_a_reference_on_integers(dtype: torch.dtype, bias: bool, rows: int) -> None:
-    model, x = block(dtype, bias), inputs(rows, dtype)
-    plain = model.left
-    assert small(model, inputs(8, dtype, seed=3)) == 3
-    layer = model.left
-    assert isinstance(layer, Int8Linear)
-    with torch.inference_mode():
-        found = layer(x)
-    expected = int8_reference(plain, x, layer.product.linear.backend._outliers)
-    tolerance = 1e-5 if dtype == torch.float32 else 1.6e-2
-    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance * float(expected.std()))
-
-
-@needs_int8
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_any_number_of_outliers(backend: Any, dtype: torch.dtype, count: int) -> None:
-    linear, x = block(dtype).left, inputs(9, dtype)
-    outliers = torch.tensor([5, 34, 63])[:count]
-    with torch.inference_mode():
-        found = backend([linear.weight], outliers, linear.bias, select.packed_linear)(x)
-    expected = int8_reference(linear, x, outliers)
-    tolerance = 1e-5 if dtype == torch.float32 else 1.6e-2
-    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance * float(expected.std()))
 
 
 @needs_int8
@@ -146,23 +104,6 @@ def test_the_sums_are_those_of_the_integers_exactly(backend: Any, shape: tuple[i
 
 
 @needs_int8
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("strange", [float("nan"), float("inf")])
-def test_what_is_no_number_stays_in_its_row(backend: Any, dtype: torch.dtype, strange: float) -> None:
-    """Guards failed rows, which are found by their logits."""
-    model, x = block(dtype), inputs(9, dtype)
-    small(model, inputs(8, dtype, seed=3))
-    with torch.inference_mode():
-        wanted = model.left(x)
-        for channel in (0, 5):  # one of the integers, an outlier
-            bad = x.clone()
-            bad[4, channel] = strange
-            found = model.left(bad)
-            assert not found[4].isfinite().any()
-            assert torch.equal(found[[0, 3, 5, 8]], wanted[[0, 3, 5, 8]])
-
-
-@needs_int8
 def test_the_channels_with_the_largest_values_are_kept_as_they_are() -> None:
     model, x = block(), inputs(16)
     exact = model(x)
@@ -174,39 +115,6 @@ def test_the_channels_with_the_largest_values_are_kept_as_they_are() -> None:
     small(blind, torch.randn(16, 160) * (1 + 9 * (torch.arange(160) % 29 != 5)))  # finds others
     blind_error = (blind(x) - exact).norm() / exact.norm()
     assert error < 0.01 < blind_error
-
-
-@needs_int8
-@pytest.mark.parametrize("threads", [1, 2])
-def test_many_rows_and_threads_change_no_bits(backend: Any, threads: int) -> None:
-    """Guards the parts that threads take: of rows, of outputs, and of inputs where the weights fill the cache."""
-    generator = torch.Generator().manual_seed(6)
-    weight, bias = torch.randn(700, 4800, generator=generator), torch.randn(700, generator=generator)
-    x = torch.randn(130, 4800, generator=generator)
-    before = torch.get_num_threads()
-    try:
-        with torch.inference_mode():
-            made = backend([weight], torch.arange(32), bias, select.packed_linear)
-            torch.set_num_threads(1)
-            alone = torch.cat([made(x[i : i + 1]) for i in range(130)])
-            torch.set_num_threads(threads)
-            for first, last in ((0, 0), (0, 130), (0, 6), (3, 10), (20, 129)):
-                assert torch.equal(made(x[first:last]), alone[first:last])
-    finally:
-        torch.set_num_threads(before)
-
-
-@needs_int8
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.usefixtures("backend")
-def test_a_row_has_the_same_bits_beside_any_others(dtype: torch.dtype) -> None:
-    model = block(dtype)
-    small(model, inputs(8, dtype, seed=3))
-    x = inputs(67, dtype)
-    with torch.inference_mode():
-        together = model.left(x)
-        for first, last in ((0, 1), (1, 4), (4, 37), (37, 67)):
-            assert torch.equal(model.left(x[first:last]), together[first:last])
 
 
 @needs_int8
@@ -390,13 +298,9 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> None:
 
 def test_a_processor_that_saturates_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards processors whose 8-bit products stop at 16 bits, and builds without the operators."""
-    monkeypatch.setattr(select, "_int8_way", lambda: module.Torch)
     monkeypatch.setattr(module.Torch, "multiply", lambda *_: torch.full((5, 96), 32767.0))
-    int8_missing.cache_clear()
-    try:
+    with only(monkeypatch, module.Torch, "int8"):
         assert int8_missing() == "this processor's int8 products are not exact"
         monkeypatch.setattr(torch.ops, "onednn", object())
-        int8_missing.cache_clear()
+        forget()
         assert int8_missing() == "this build of torch has no int8 linear layers (oneDNN)"
-    finally:
-        int8_missing.cache_clear()

@@ -17,12 +17,11 @@ from torch import Tensor
 from dsbd_cli import MethodConfig, Request
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.engine.checks import kernels as checks
-from dsbd_cli.engine.core.candidates import CandidateCount, top_candidates
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.ops.cpu import candidates, iteration
 from dsbd_cli.ops.interface import Ops
 from dsbd_cli.ops.layout import KERNELS, KernelTensors, Tensors
-from dsbd_cli.ops.select import ITERATION_KERNELS, NUMBA
+from dsbd_cli.ops.select import ITERATION_KERNELS, TABLE
 from dsbd_cli.ops.triton import differences
 from tests.helpers.iterations import OWN_LIMITS, SETTINGS, made
 from tests.helpers.kernels import CPU, serves
@@ -35,7 +34,7 @@ SERVED = [name for name in ITERATION_KERNELS if name not in ("candidates", "move
 
 def numba_ops(names: Iterable[str]) -> dict[str, Any]:
     """The named operations by CPU kernels."""
-    return {name: NUMBA[name].op for name in names}
+    return {one.name: one.op for one in TABLE if one.name in names}
 
 
 @pytest.fixture
@@ -218,17 +217,6 @@ def logits(dtype: torch.dtype) -> Tensor:
     wide[1, 3, 77] = float("nan")
     wide[1, 4] = float("-inf")
     return wide.to(dtype)[:, :5, :VOCABULARY]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("count", [1, 8, 200])
-def test_candidates_have_the_bits_of_tensor_code(dtype: torch.dtype, count: int) -> None:
-    found = top_candidates(logits(dtype), CandidateCount(count), ops=Ops(**numba_ops(["candidates", "log_total"])))
-    wanted = top_candidates(logits(dtype), CandidateCount(count), ops=Ops(**numba_ops(["log_total"])))
-    some = wanted.logprobs > float("-inf")  # among tokens of -inf any may be chosen
-    assert torch.equal(found.tokens[some], wanted.tokens[some])
-    assert torch.equal(found.logprobs.nan_to_num(nan=7.0), wanted.logprobs.nan_to_num(nan=7.0))
-    assert bool((found.tokens.diff(dim=2) > 0).all())
 
 
 @pytest.mark.usefixtures("threads")

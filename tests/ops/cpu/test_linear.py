@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,21 +15,19 @@ from dsbd_cli.models.adapted.patching import PackedLinear, pack
 from dsbd_cli.ops import memory, reference, select
 from dsbd_cli.ops.ahead import HUGE
 from dsbd_cli.ops.cpu import linear as packing
-from dsbd_cli.ops.cpu import runtime as native
+from dsbd_cli.ops.processor import bfloat16_tile
 from dsbd_cli.ops.select import packed_linear, packing_works
+from tests.helpers.kernels import only
 from tests.helpers.tiny import build
 
 needs_packing = pytest.mark.skipif(not packing_works(torch.float32), reason="this torch build cannot pack weights")
 
 
 @pytest.fixture(params=["Compiled", "Torch"])
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Our kernel alone, or torch's operators alone."""
-    works = select._packs
-    monkeypatch.setattr(
-        select, "_packs", lambda backend, dtype: backend.__name__ == request.param and works(backend, dtype)
-    )
-    return str(request.param)
+    with only(monkeypatch, getattr(packing, request.param)):
+        yield str(request.param)
 
 
 def serves(dtype: torch.dtype) -> None:
@@ -70,43 +69,6 @@ def test_a_few_outputs_keep_the_bits_of_a_row(bias: bool) -> None:
             assert torch.equal(model(x[:, :count]), packed[:, :count])
 
 
-@pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_does_not_depend_on_the_rows_beside_it(dtype: torch.dtype) -> None:
-    serves(dtype)
-    torch.manual_seed(4)
-    linear = PackedLinear.of(nn.Linear(128, 96, bias=False, dtype=dtype).requires_grad_(False))
-    x = torch.randn(1, 9, 128, dtype=dtype)
-    with torch.inference_mode():
-        alone = torch.cat([linear(x[:, i : i + 1]) for i in range(9)], 1)
-        assert torch.equal(linear(x), alone)
-
-
-@pytest.mark.parametrize(("dtype", "inputs"), [(torch.float32, 2600), (torch.bfloat16, 4500)])
-@pytest.mark.parametrize("backend", ["Compiled"], indirect=True)
-def test_parts_of_rows_inputs_and_outputs_change_no_bits(backend: str, dtype: torch.dtype, inputs: int) -> None:
-    """Guards what our kernel shares out: inputs beyond a piece, rows beyond a chunk, outputs to threads."""
-    serves(dtype)
-    generator = torch.Generator().manual_seed(5)
-    linear = nn.Linear(inputs, 1300, dtype=dtype).requires_grad_(False)
-    x = torch.randn(111, inputs, generator=generator).to(dtype)
-    before = torch.get_num_threads()
-    try:
-        with torch.inference_mode():
-            packed = PackedLinear.of(linear)
-            torch.set_num_threads(1)
-            alone = torch.cat([packed(row) for row in x.split(1)])
-            exact = x.double() @ linear.weight.double().t() + linear.bias.double()
-            limit = 1e-5 if dtype == torch.float32 else 1e-2
-            assert (alone.double() - exact).abs().max() <= limit * exact.abs().max()
-            for threads in (1, 2, 3, 7):
-                torch.set_num_threads(threads)
-                for first, last in ((0, 111), (0, 5), (3, 10), (7, 104)):
-                    assert torch.equal(packed(x[first:last]), alone[first:last])
-    finally:
-        torch.set_num_threads(before)
-
-
 def test_groups_of_rows_point_to_the_rows() -> None:
     wide = torch.arange(96 * 40, dtype=torch.int16).view(96, 40)
     weights = [wide[:32, 8:40], wide[32:48, :32], wide[48:80].contiguous()[:, :32]]
@@ -129,7 +91,7 @@ def test_rows_that_fill_no_group_are_packed() -> None:
     assert not packing.readable_in_groups([torch.zeros(64, 32, dtype=torch.bfloat16).t()])
 
 
-@pytest.mark.skipif(packing.bfloat16_tile() != "amx", reason="this processor has no matrix units")
+@pytest.mark.skipif(bfloat16_tile() != "amx", reason="this processor has no matrix units")
 @pytest.mark.parametrize(("outputs", "inputs"), [((48,), 32), ((64, 16, 16), 96), ((1296,), 4512)])
 def test_matrix_units_read_rows_as_lines(
     outputs: tuple[int, ...], inputs: int, monkeypatch: pytest.MonkeyPatch
@@ -168,21 +130,6 @@ def test_inputs_may_be_views(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("backend", ["Compiled"], indirect=True)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_no_number_stays_in_its_row(backend: str, dtype: torch.dtype) -> None:
-    """Guards failed rows, which are found by their logits."""
-    serves(dtype)
-    linear = PackedLinear.of(nn.Linear(160, 72, dtype=dtype).requires_grad_(False))
-    x = torch.randn(9, 160, dtype=dtype)
-    bad = x.clone()
-    bad[4, 7] = float("nan")
-    with torch.inference_mode():
-        found, wanted = linear(bad), linear(x)
-    assert found[4].isnan().all()
-    assert torch.equal(found[[0, 3, 5, 8]], wanted[[0, 3, 5, 8]])
-
-
-@pytest.mark.parametrize("backend", ["Compiled"], indirect=True)
 def test_the_default_dtype_of_torch_is_not_the_kernels(backend: str) -> None:
     """Guards the kernel's room for sums, which half as many bytes would not hold."""
     serves(torch.float32)
@@ -195,7 +142,7 @@ def test_the_default_dtype_of_torch_is_not_the_kernels(backend: str) -> None:
 
 @needs_packing
 def test_a_width_that_fills_no_words_takes_torchs_way() -> None:
-    if not select._packs(packing.Torch, torch.bfloat16):
+    if packing.fault(packing.Torch, torch.bfloat16) is not None:
         pytest.skip("torch's way does not serve bfloat16 on this processor, so such a layer stays as it is")
     torch.manual_seed(7)
     linear = nn.Linear(161, 72, dtype=torch.bfloat16).requires_grad_(False)
@@ -346,45 +293,6 @@ def test_layers_of_quantised_checkpoints_stay() -> None:
     assert pack(nn.Sequential(kind, patched).requires_grad_(False)) == 0
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "widened", "amx"])
-@pytest.mark.parametrize("steps", [40, 3])
-def test_tiles_of_bfloat16_sum_the_products(kind: str, steps: int) -> None:
-    """Guards those that this processor does not use, and last tiles that are not full."""
-    needed = {"bfloat16": {"avx512f", "avx512bf16"}, "widened": {"avx512f"}, "amx": {"amx-tile", "amx-bf16"}}[kind]
-    if not needed <= native.features() or (kind == "amx" and not native.may_use_matrix_units()):
-        pytest.skip(f"this processor has no {', '.join(needed)}")
-    from dsbd_cli.ops.cpu.kernels.amx import matrix_tile
-    from dsbd_cli.ops.cpu.kernels.simd import tile
-
-    generator = torch.Generator().manual_seed(5)
-    counts = [*range(1, 8), 15, 16, 17, 32, 33, 49]
-    weight = torch.randn(packing.COLUMNS, 2 * steps, generator=generator).bfloat16()
-    x = torch.randn(max(counts), 2 * steps, generator=generator).bfloat16()
-    lines, add_up = packing.lines([weight]), matrix_tile("bfloat16") if kind == "amx" else tile(kind)
-    found = []
-    for count in counts:
-        sums = torch.ones(count, packing.COLUMNS)
-        add_up(count, x.data_ptr(), 4 * steps, lines.data_ptr(), steps, sums.data_ptr())
-        torch.testing.assert_close(sums.double() - 1, x[:count].double() @ weight.double().T, rtol=1e-4, atol=1e-4)
-        found.append(sums)
-    assert all(torch.equal(sums, found[-1][: len(sums)]) for sums in found), "a row's bits are its own"
-
-
-@pytest.mark.parametrize("steps", [40, 3])
-def test_matrix_units_sum_integers(steps: int) -> None:
-    if not native.may_use_matrix_units():
-        pytest.skip("this processor has no matrix units, or Linux keeps them")
-    from dsbd_cli.ops.cpu.kernels.amx import matrix_tile
-
-    generator = torch.Generator().manual_seed(6)
-    weight = torch.randint(-127, 128, (packing.COLUMNS, 4 * steps), generator=generator, dtype=torch.int8)
-    x = torch.randint(0, 256, (37, 4 * steps), generator=generator, dtype=torch.uint8)
-    lines = weight.view(torch.int32).T.contiguous()  # a word of each output side by side
-    sums = torch.ones(len(x), packing.COLUMNS, dtype=torch.int32)
-    matrix_tile("int8")(len(x), x.data_ptr(), 4 * steps, lines.data_ptr(), steps, sums.data_ptr())
-    assert torch.equal(sums - 1, (x.int() @ weight.int().T).int())
-
-
 # Rows that are picked
 
 
@@ -392,25 +300,6 @@ def picked(table: torch.Tensor, ids: torch.Tensor, x: torch.Tensor) -> torch.Ten
     rows = select.ops_for(torch.device("cpu"), x.dtype, ("pick",)).pick(table, x.dtype)
     rows.take(ids)
     return rows.compute(x)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("count", [1, 64, 130])
-@pytest.mark.parametrize("nodes", [1, 8, 37])
-def test_picked_rows_are_those_of_the_table(dtype: torch.dtype, count: int, nodes: int) -> None:
-    """Guards rows of another batch row, and the table read past its end."""
-    rng = torch.Generator().manual_seed(count)
-    table = torch.randn(200, 160, generator=rng).to(dtype)
-    ids = torch.randint(200, (3, count), generator=rng)
-    x = torch.randn(3, nodes, 160, generator=rng).to(dtype)
-    plain = reference.PickedRows(table, dtype)
-    plain.take(ids)
-    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
-    for found in (picked(table, ids, x), plain.compute(x)):
-        assert found.shape == (3, nodes, count)
-        for row in range(3):
-            wanted = torch.einsum("nh,oh->no", x[row].double(), table[ids[row]].double())
-            torch.testing.assert_close(found[row].double(), wanted, rtol=tolerance, atol=20 * tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -423,21 +312,6 @@ def test_other_rows_may_be_picked(dtype: torch.dtype) -> None:
         ids, x = torch.randint(200, (batch, count), generator=rng), torch.randn(batch, 4, 96, generator=rng).to(dtype)
         rows.take(ids)
         assert torch.equal(rows.compute(x), picked(table, ids, x))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_picked_row_s_bits_are_its_own(dtype: torch.dtype) -> None:
-    if not select._packs(packing.Compiled, dtype):
-        pytest.skip(f"our kernel does not serve {dtype} on this processor")
-    rng = torch.Generator().manual_seed(1)
-    table, x = torch.randn(300, 96, generator=rng).to(dtype), torch.randn(4, 9, 96, generator=rng).to(dtype)
-    ids = torch.randint(300, (4, 128), generator=rng)
-    found = picked(table, ids, x)
-    for row in range(4):
-        assert torch.equal(picked(table, ids[row : row + 1], x[row : row + 1])[0], found[row])
-        assert torch.equal(picked(table, ids[row : row + 1], x[row : row + 1, 3:4])[0, 0], found[row, 3])
-    order = torch.randperm(128, generator=rng)
-    assert torch.equal(picked(table, ids[:, order], x), found[..., order])
 
 
 @pytest.mark.parametrize("kind", ["other dtype", "odd width", "turned"])

@@ -22,52 +22,6 @@ def rows(vocabulary: int, dtype: torch.dtype, count: int = 5) -> torch.Tensor:
     return made.to(dtype)
 
 
-@needs_kernel
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("vocabulary", [5, 16, 64, 67, 4096, 4096 + 64 + 21, 58101])
-def test_it_is_the_log_of_the_sum(vocabulary: int, dtype: torch.dtype) -> None:
-    values = rows(vocabulary, dtype)
-    highest = values.float().amax(-1, keepdim=True)
-    found = log_total(values, highest)
-    assert found is not None
-    exact = torch.logsumexp(values.double() - highest.double(), -1, keepdim=True)
-    torch.testing.assert_close(found.double(), exact, rtol=3e-7, atol=3e-7)
-
-
-@needs_kernel
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_keeps_its_bits(dtype: torch.dtype) -> None:
-    """In other company, with other threads, and where it stands between other numbers in memory."""
-    values = rows(70_001, dtype, count=7)
-    highest = values.float().amax(-1, keepdim=True)
-    together = log_total(values, highest)
-    wide = torch.full((7, 70_080), 50.0, dtype=dtype)
-    wide[:, :70_001] = values
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(2)
-        shared = log_total(wide[:, :70_001], highest)
-    finally:
-        torch.set_num_threads(threads)
-    assert together is not None
-    assert shared is not None
-    assert torch.equal(shared, together)
-    for row in range(7):
-        alone = log_total(values[row : row + 1], highest[row : row + 1])
-        assert alone is not None
-        assert torch.equal(alone[0], together[row])
-
-
-@needs_kernel
-@pytest.mark.parametrize("place", [0, 63, 64, 98])
-def test_nan_stays(place: int) -> None:
-    values = torch.zeros(2, 99)
-    values[1, place] = float("nan")
-    found = log_total(values, values.amax(-1, keepdim=True))
-    assert found is not None
-    assert found.isnan().flatten().tolist() == [False, True]
-
-
 def test_other_numbers_are_left_to_torch() -> None:
     wide = torch.zeros(2, 64, dtype=torch.float64)
     assert log_total(wide, wide.amax(-1, keepdim=True)) is None

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from dsbd_cli.models.attention import forest
 from dsbd_cli.ops.cpu import prompt_attention
-from dsbd_cli.ops.cpu.linear import COLUMNS
 from dsbd_cli.ops.select import ops_for
 from tests.helpers.kernels import CPU
 
@@ -119,15 +118,6 @@ def test_threads_and_blocks_do_not_change_bits(dtype: torch.dtype, monkeypatch: 
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(one, found[0]) for one in found)
-
-
-def test_a_strange_number_stays_with_its_query() -> None:
-    needs_kernel(torch.float32)
-    query, key, value = drawn(torch.float32, rows=1, heads=1, groups=1, nodes=3, slots=2 * COLUMNS + 5, dim=64)
-    query[0, 0, 1, 7] = math.nan
-    out, _ = prompt_attention.attend(query, key, value, torch.full((1, 1), key.shape[2]), 0.125)
-    assert out[0, 0, 1].isnan().all()
-    assert out[0, 0, [0, 2]].isfinite().all()
 
 
 def test_heads_of_other_sizes_are_left_to_torch() -> None:

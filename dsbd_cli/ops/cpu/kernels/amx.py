@@ -34,7 +34,7 @@ from dsbd_cli.ops.cpu.kernels.simd import (
     transpose_some,
 )
 from dsbd_cli.ops.cpu.linear import SIDES
-from dsbd_cli.ops.cpu.runtime import matrix_units
+from dsbd_cli.ops.processor import Processor, current
 
 ROW = SIDES * WORD  # bytes
 REGISTERS = 8
@@ -48,7 +48,7 @@ def _intrinsic(builder: Any, name: str, *arguments: Any) -> None:
     Such a processor compiles this code, too, though it never runs it, and LLVM ends the process when it has to compile
     an instruction that the processor lacks.
     """
-    if not matrix_units():
+    if current() != Processor.AMX:
         return
     kind = ir.FunctionType(VOID, [value.type for value in arguments])
     builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)

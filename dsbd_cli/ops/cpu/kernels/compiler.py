@@ -20,8 +20,11 @@ from numba.core.event import Event, Listener, install_listener
 from numba.core.runtime import _nrt_python
 
 from dsbd_cli.ops.cpu.runtime import distrust, folder_stamp
+from dsbd_cli.ops.processor import current, on_amd
 
 _logger = logging.getLogger(__name__)
+
+
 _reasons: set[str] = set()  # why kernels cannot be kept, as far as a warning has said so
 
 
@@ -139,6 +142,10 @@ class _KernelCache(FunctionCache):  # type: ignore[misc]
         self._cache_file: Any = _Files(
             self._cache_path, self._impl.filename_base, self._impl.locator.get_source_stamp()
         )
+
+    def _index_key(self, sig: Any, codegen: Any) -> Any:
+        """Return the key of a kernel. Its code depends on the processor, besides what LLVM makes of it."""
+        return str(current()), on_amd(), super()._index_key(sig, codegen)
 
     def forget(self) -> None:
         """Drop the index, so that the kernel is compiled anew."""

@@ -59,8 +59,8 @@ from dsbd_cli.ops.cpu.kernels.simd import (
     tile,
     total,
 )
-from dsbd_cli.ops.cpu.linear import bfloat16_tile
-from dsbd_cli.ops.cpu.runtime import PRODUCT, matrix_units
+from dsbd_cli.ops.cpu.runtime import PRODUCT
+from dsbd_cli.ops.processor import Processor, bfloat16_tile, current
 
 compiled = KernelCompiler("int8 layers", seconds=3, layout=LAYOUT)
 
@@ -73,7 +73,7 @@ compiled = KernelCompiler("int8 layers", seconds=3, layout=LAYOUT)
 (W_TAKEN, W_THREADS, W_ITEMS, W_ROWS, W_INPUTS, W_NARROW, W_KEPT, W_SCALES, W_SUMS, W_OUT, W_SPARE,
  W_SPARE_BYTES) = QUANTIZE_WEIGHTS  # fmt: skip
 PAIRS = bfloat16_tile() == "bfloat16"  # outliers of bfloat16 stay what they are, and are multiplied in pairs
-whole_tile, float_tile = matrix_tile("int8") if matrix_units() else tile("int8"), tile("float32")
+whole_tile, float_tile = matrix_tile("int8") if current() == Processor.AMX else tile("int8"), tile("float32")
 pair_tile = tile("bfloat16") if PAIRS else float_tile
 
 

@@ -34,8 +34,9 @@ from dsbd_cli.ops.cpu.kernels.simd import (
     take,
     tile,
 )
-from dsbd_cli.ops.cpu.linear import LAYOUT, MULTIPLY, PACK, ROWS_AT_ONCE, SIDES, bfloat16_tile
+from dsbd_cli.ops.cpu.linear import LAYOUT, MULTIPLY, PACK, ROWS_AT_ONCE, SIDES
 from dsbd_cli.ops.cpu.runtime import PRODUCT
+from dsbd_cli.ops.processor import bfloat16_tile
 
 compiled = KernelCompiler("linear layers", seconds=3, layout=LAYOUT)
 

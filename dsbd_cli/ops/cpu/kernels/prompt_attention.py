@@ -47,8 +47,8 @@ from dsbd_cli.ops.cpu.kernels.simd import (
     tile,
     total,
 )
-from dsbd_cli.ops.cpu.linear import bfloat16_tile
 from dsbd_cli.ops.cpu.prompt_attention import ATTEND, LAYOUT, SLOTS
+from dsbd_cli.ops.processor import bfloat16_tile
 
 compiled = KernelCompiler("attention to prompts", seconds=3, layout=LAYOUT)
 

@@ -70,8 +70,8 @@ from dsbd_cli.ops.cpu.kernels.simd import (
     take,
     total,
 )
-from dsbd_cli.ops.cpu.runtime import features
 from dsbd_cli.ops.cpu.scan import AT, LAYOUT, recurrent_scan
+from dsbd_cli.ops.processor import Processor, current
 
 __all__ = (
     "BLOCK", "LEAD", "LEAST_ONE_BY_ONE", "TILE", "ScanMask", "ScanSchedule", "chain", "convolve", "fold", "forest",
@@ -81,7 +81,7 @@ __all__ = (
 compiled = KernelCompiler("recurrent layers", seconds=9, layout=LAYOUT)
 
 # vectors of a tile, and rows of a product whose sums fit into the registers
-SIDE, MOST_ROWS, LESS_ROWS = (4, 6, 3) if "avx512f" in features() else (2, 3, 2)
+SIDE, MOST_ROWS, LESS_ROWS = (4, 6, 3) if current() >= Processor.AVX512 else (2, 3, 2)
 TILE = LANES * SIDE  # columns of a state that are worked on together
 TILE_BYTES, TERMS = TILE * WORD, LEAD + 1
 AHEAD = 512 * WORD  # bytes ahead of those in use at which a state is prefetched: it comes from main memory

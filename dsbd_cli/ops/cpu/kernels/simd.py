@@ -15,8 +15,9 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
-from dsbd_cli.ops.cpu.runtime import PRODUCT, on_amd
+from dsbd_cli.ops.cpu.runtime import PRODUCT
 from dsbd_cli.ops.memory import CACHE_LINE
+from dsbd_cli.ops.processor import on_amd
 
 LANES = 16
 
