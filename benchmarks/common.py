@@ -15,7 +15,6 @@ import torch
 
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.lab.metrics.environment import cpu_name, own_commit, versions
-from dsbd_cli.lab.reports.bench_markdown import aligned_table
 from dsbd_cli.requests import Request, RequestResult
 
 __all__ = [
@@ -68,16 +67,30 @@ def write_results(folder: Path, runs: Sequence[dict[str, Any]], report: str) -> 
 def publish(name: str, runs: Sequence[dict[str, Any]], title: str, about: str, *parts: str) -> None:
     """Write and print a report in the folder `name`: its command, device and commit, what it is about, and tables."""
     env = environment()
-    origin = f"`{env['command']}` on {env['device']}, commit {env['commit']}. {about}".rstrip()
+    software = f"commit {env['commit']}, torch {env['torch']}, transformers {env['transformers']}"
+    origin = f"`{env['command']}` on {env['device']}, {software}. {about}".rstrip()
     report = "\n\n".join((f"# {title}", origin, *parts))
     write_results(results_folder(name), runs, report)
     print(report, flush=True)
 
 
 def markdown_table(rows: Sequence[dict[str, str]]) -> str:
-    """Rows of equal keys as a markdown table; the first column left, the others right."""
+    """Rows of equal keys as a markdown table, aligned so that it can be read as text; the first column left, the others
+    right."""
     names = list(rows[0])
-    return aligned_table(names, [[row[name] for name in names] for row in rows], [name == names[0] for name in names])
+    lines = [
+        [cell.replace("|", "\\|") for cell in line] for line in (names, *([row[one] for one in names] for row in rows))
+    ]
+    widths = [max(len(line[place]) for line in lines) for place in range(len(names))]
+    rule = ["-" * (width + 1) + (":" if place else "-") for place, width in enumerate(widths)]
+    padded = [
+        [
+            f" {cell:{'>' if place else '<'}{width}} "
+            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        for line in lines
+    ]
+    return "\n".join(f"|{'|'.join(line)}|" for line in (padded[0], rule, *padded[1:])) + "\n"
 
 
 def numbers(text: str) -> list[int]:

@@ -79,7 +79,7 @@ def _settings(root) -> str:
     users: dict[str, list[str]] = {}
     meaning: dict[str, tuple[str, str]] = {}
     for command_name, command in sorted(root.commands.items()):
-        for option in (one for one in command.params if getattr(one, "hidden", False)):
+        for option in (one for one in command.params if one.opts[0].startswith("--set ")):
             users.setdefault(option.name, []).append(command_name)
             meaning[option.name] = (option.metavar or "true or false", _cell(option.help))
     rows = [

@@ -109,7 +109,6 @@ SETTINGS = (
     "chat_template_kwargs",
     "columns",
     "early_stopping",
-    "fuzzy_tolerance",
     "gpu",
     "index",
     "length_penalty",

@@ -23,7 +23,7 @@ from dsbd_cli.engine.constraints.answer_files import check_answer_file
 from dsbd_cli.errors import UsageError, reading, shorten
 from dsbd_cli.models.chat import begin_rendering, check_template
 from dsbd_cli.models.checkpoints.hub import locate, locate_adapters, stored_bytes
-from dsbd_cli.ops.cpu.ahead import touching
+from dsbd_cli.ops.ahead import touching
 from dsbd_cli.ops.processor import Processor, current
 from dsbd_cli.requests import EngineInfo
 from dsbd_cli.threads import MOST_THREADS, processors, sleep_sooner, wait_without_spinning
@@ -117,8 +117,7 @@ def load(
             from dsbd_cli.engine.decoding.engine import Engine
             from dsbd_cli.engine.iteration.devices import iteration_ops
             from dsbd_cli.models.pair import load_pair
-            from dsbd_cli.ops.cpu.runtime import compile_beside
-            from dsbd_cli.ops.select import rejected_kernels
+            from dsbd_cli.ops.select import begin_compiling, rejected_kernels
 
         _set_threads(threads)
         if kernels and spec.device_map is None:  # raise before a large model is loaded
@@ -126,7 +125,7 @@ def load(
             if (auto if spec.device == "auto" else spec.device) == "cpu":
                 iteration_ops(torch.device("cpu"), kernels)
         if spec.device == "cpu" or (spec.device == "auto" and not torch.cuda.is_available()):
-            compile_beside("iteration")  # while models are loaded
+            begin_compiling()  # while models are loaded
         pair = load_pair(spec, draft_spec, bridged=draft_spec is not None and method.bridges)
     _use_template(pair.codec, spec.source, template, chat_template_kwargs)
     width, catalogue_notes = pair.target.vocab_size, list[str]()

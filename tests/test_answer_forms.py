@@ -13,7 +13,7 @@ from transformers.utils.chat_parsing import parse_response
 
 from dsbd_cli.answer_forms import AnswerForm, Reasoning, form_of
 from dsbd_cli.config.chat import ChatConfig
-from dsbd_cli.config.grammar_trial import byte_tokenizer, parser_limits
+from dsbd_cli.config.child import byte_tokenizer, parser_limits
 from dsbd_cli.errors import UsageError
 from dsbd_cli.models.response_template import template_reader
 from dsbd_cli.models.tokenizer import HFCodec

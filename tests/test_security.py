@@ -15,8 +15,8 @@ import dsbd_cli
 from dsbd_cli import Request, SamplingConfig
 from dsbd_cli.io.records.reader import RowReader
 from dsbd_cli.models.verdicts import write_verdict
-from dsbd_cli.ops.cpu.runtime import cache_folder
 from dsbd_cli.pick.sandbox import SqlProcess, StatementResult
+from dsbd_cli.user_cache import cache_folder
 
 ROOT = Path(__file__).parents[1]
 HANG_S = 600

@@ -21,9 +21,10 @@ PACKAGE = ROOT / "dsbd_cli"
 # From the lowest to the highest. A unit is a file or a folder with all that is in it and is no unit of its own. It may
 # import units of lower lines, and nothing of its own line but itself. tests/test_structure.py is the only place of it.
 LAYERS = (
-    ("ops.layout", "ops.processor"),
+    ("ops.layout", "ops.ahead", "ops.processor", "ops.run", "user_cache"),
+    ("ops.memory", "ops.reference"),
     ("errors", "_version", "stats", "threads", "models.chat_child", "ops.cpu"),
-    ("config", "ops.reference", "lab.metrics", "io.schemas"),
+    ("config", "lab.metrics", "io.schemas"),
     ("requests", "lab.reports", "models.chat", "ops.interface", "ops.triton"),
     ("answer_forms", "io.records", "ops.select", "models.verdicts"),
     ("engine.protocols",),
@@ -52,14 +53,10 @@ APART = (
     ("ops", ("config", "engine", "models", "io", "errors", "requests", "stats")),
     ("engine", ("models", "io", "cli", "lab", "train", "loading")),
     ("io", ("engine", "models", "lab", "ops")),
-    # only ops/select.py says where kernels of a GPU serve; engine.checks compares them with tensor code
-    *(
-        (floor, ("ops.triton",))
-        for floor in ("models", "engine.core", "engine.drafting", "engine.iteration", "loading")
-    ),
-    *((floor, ("ops.triton",)) for floor in ("engine.decoding", "engine.protocols", "loading", "lab", "cli", "scale")),
     ("models", ("engine.decoding", "engine.iteration", "engine.planning", "engine.verify", "engine.checks")),
 )
+# kernels, and who may import them: only ops/select.py says where they serve, and engine.checks compares them
+KERNELS = {"ops.cpu": ("ops.cpu", "ops.select"), "ops.triton": ("ops.triton", "ops.select", "engine.checks")}
 TORCH = ("torch",)
 TRANSFORMERS = ("transformers", "tokenizers", "huggingface_hub", "accelerate", "safetensors")
 WITHOUT_TORCH = (
@@ -159,6 +156,19 @@ def apart_faults(package: Path) -> list[str]:
     ]
 
 
+def kernel_faults(package: Path) -> list[str]:
+    """Imports of kernels by anyone who should ask `Ops`, but for the attention's and the processor's names, which move
+    with them."""
+    moving = ("models.attention_metadata", "models.forest_attention", "models.decoder", "models.verdicts")
+    return [
+        f"{path}:{line} imports {other}"
+        for path in sources(package)
+        for line, other in own_imports(path)
+        if (kernels := lies_in(other, KERNELS))
+        and not lies_in(module_name(path, package), (*KERNELS[kernels], *moving))
+    ]
+
+
 def circle_faults(package: Path) -> list[str]:
     """Files that import each other around a circle, also inside functions and for types alone."""
     files = {module_name(path, package): path for path in sources(package)}
@@ -229,7 +239,7 @@ def docstring_faults(package: Path) -> list[str]:
 
 
 CHECKS = [
-    *(layer_faults, apart_faults, circle_faults, size_faults, foreign_faults, any_faults, print_faults),
+    *(layer_faults, apart_faults, kernel_faults, circle_faults, size_faults, foreign_faults, any_faults, print_faults),
     docstring_faults,
 ]
 
@@ -266,6 +276,9 @@ PLANTED = [
     (apart_faults, {"engine/checks/kernels.py": "from dsbd_cli.models.cache import ForestCache"}),
     (apart_faults, {"ops/cpu/linear.py": "from dsbd_cli.errors import UsageError"}),
     (apart_faults, {"models/pair.py": "def f():\n    from dsbd_cli.engine.decoding import engine"}),
+    (kernel_faults, {"models/kv_cache.py": "from dsbd_cli.ops.cpu.runtime import team"}),
+    (kernel_faults, {"ops/reference.py": "def f():\n    from dsbd_cli.ops.cpu import layer"}),
+    (kernel_faults, {"engine/core/pool.py": "from dsbd_cli.ops import triton"}),
     (circle_faults, CIRCLE),
     (circle_faults, LONG_CIRCLE),
     (size_faults, {f"engine/core/f{number}.py": "" for number in range(MOST_FILES + 1)}),

@@ -20,11 +20,11 @@ from dsbd_cli.cli.commands.distill import distill
 from dsbd_cli.cli.commands.doctor import doctor
 from dsbd_cli.cli.commands.generate import generate
 from dsbd_cli.cli.commands.index import index
+from dsbd_cli.cli.commands.lists import app as models_app
+from dsbd_cli.cli.commands.lists import schema
 from dsbd_cli.cli.commands.merge import merge
-from dsbd_cli.cli.commands.models import app as models_app
 from dsbd_cli.cli.commands.pick import pick
 from dsbd_cli.cli.commands.profile import profile
-from dsbd_cli.cli.commands.schema import schema
 from dsbd_cli.cli.commands.trim import trim_draft
 from dsbd_cli.cli.options.declare import Command, Group
 from dsbd_cli.cli.run.messages import error_line, say, set_style
@@ -127,8 +127,8 @@ def _help(error: typer.TyperException, arguments: Sequence[str]) -> str:
     if context is not None and context.parent is not None:
         return f"{context.command_path} --help lists the options"
     names = {item.name for item in app.registered_commands} | {item.name for item in app.registered_groups}
-    given = next((word for word in arguments if not word.startswith("-")), None)
-    return f"dsbd {given} --help lists the options" if given in names else "dsbd --help lists the commands"
+    command = next((word for word in arguments if not word.startswith("-")), None)
+    return f"dsbd {command} --help lists the options" if command in names else "dsbd --help lists the commands"
 
 
 def _report(message: str, code: int, arguments: Sequence[str]) -> int:

@@ -1,7 +1,7 @@
 """Grammars that a whole answer must match: a JSON schema, a regular expression or a Lark grammar.
 
 The library llguidance reads and follows them. It is imported when the first grammar is used. A grammar that may cost
-much is compiled in a child process first (grammar_trial.py).
+much is compiled in a child process first (child.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Literal
 
 from dsbd_cli.config.checking import check_types
-from dsbd_cli.config.grammar_trial import parser_limits, trial_fault
+from dsbd_cli.config.child import parser_limits, trial_fault
 from dsbd_cli.config.schema_checks import is_checkable, relaxed, rewritten, schema_check
 from dsbd_cli.config.schema_ends import SchemaEnds
 from dsbd_cli.config.schemas import ONE_SUBSCHEMA, SUBSCHEMA_LISTS, SUBSCHEMAS_BY_NAME, close_objects, extent

@@ -49,10 +49,10 @@ class SamplingConfig:
         prefix: text that the answer begins with.
         token_rules: rules of tokens, see token_rules.asked_rules: `checkpoint`, `none`, NAME=VALUE,... Default: those
             of the checkpoint for an encoder-decoder target, none for a decoder-only one.
-        repetition_penalty, no_repeat_ngram_size, min_new_tokens, min_length, presence_penalty, frequency_penalty,
-            logit_bias, allowed_token_ids, bad_words_ids: rules of that name, see TokenRules, in place of those of
-            token_rules and of the checkpoint. Their defaults leave those. logit_bias is pairs (token id, number); a
-            mapping may be given.
+        repetition_penalty, presence_penalty, frequency_penalty, logit_bias: rules of that name, see TokenRules, in
+            place of those of token_rules and of the checkpoint. Their defaults leave those. logit_bias is pairs (token
+            id, number); a mapping may be given.
+        no_repeat_ngram_size, min_new_tokens, min_length, allowed_token_ids, bad_words_ids: the same.
         bad_words: texts that do not occur in the answer, with and without a blank before them: further bad_words_ids.
         stop_token_ids: tokens that end a text, in addition to the checkpoint's.
         eos_token_id: tokens that end a text in place of the checkpoint's; one or a list may be given.

@@ -4,12 +4,10 @@ out of the grammar and checked of whole texts."""
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache
 
-from dsbd_cli.config.grammar_trial import WALL_SECONDS
-from dsbd_cli.config.schema_child import command, holds, validator
+from dsbd_cli.config.child import checked_in_child, holds, validator
 from dsbd_cli.config.schemas import ONE_SUBSCHEMA, SUBSCHEMA_LISTS, SUBSCHEMAS_BY_NAME, extent, resolve
 from dsbd_cli.errors import UsageError, one_line
 
@@ -117,19 +115,7 @@ class SchemaCheck:
         """Return for each text whether it is valid. One that takes too long is not."""
         if not self.costly or not texts:
             return [holds(self._validator, text) for text in texts]
-        lines = [self._schema, *(text.decode("utf-8", "surrogateescape") for text in texts)]
-        try:
-            done = subprocess.run(
-                command(),
-                input="\n".join(map(json.dumps, lines)).encode(),
-                capture_output=True,
-                timeout=WALL_SECONDS,
-                check=False,
-                start_new_session=True,
-            ).stdout
-        except subprocess.TimeoutExpired as error:
-            done = error.stdout or b""
-        return [done[index : index + 1] == b"1" for index in range(len(texts))]
+        return checked_in_child(self._schema, [text.decode("utf-8", "surrogateescape") for text in texts])
 
 
 @lru_cache(64)

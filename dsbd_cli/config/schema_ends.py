@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
 
 from dsbd_cli.config.end_bounds import EndBounds, pattern_ends
-from dsbd_cli.config.schemas import ONE_SUBSCHEMA, SUBSCHEMA_LISTS, SUBSCHEMAS_BY_NAME, resolve
+from dsbd_cli.config.schemas import ONE_SUBSCHEMA, SUBSCHEMA_LISTS, SUBSCHEMAS_BY_NAME, dict_of, list_of, resolve
 
 Schema = dict[str, object]
 
@@ -100,9 +100,9 @@ class SchemaEnds:
         if "const" in node or "enum" in node:
             return _shortest(map(self.written, values_of(node)))
         merged = [self.resolved(node)] if "$ref" in node else []
-        merged += _list(node.get("allOf"))
+        merged += list_of(node.get("allOf"))
         texts = [self.text(part) for part in merged]
-        texts += [_shortest(map(self.text, _list(node[name]))) for name in UNIONS if isinstance(node.get(name), list)]
+        texts += [_shortest(map(self.text, list_of(node[name]))) for name in UNIONS if isinstance(node.get(name), list)]
         if kinds := kinds_of(node):
             texts.append(_shortest(self.of_kind(node, kind) for kind in kinds))
         if any(text is None for text in texts):
@@ -127,7 +127,7 @@ class SchemaEnds:
     def _object_parts(self, node: Schema) -> tuple[list[str] | None, str]:
         """Return the properties of the shortest object in the order in which they are written, and its end. None
         instead of the properties where one of them has no text."""
-        named, required = _dict(node.get("properties")), dict.fromkeys(_list(node.get("required")))
+        named, required = dict_of(node.get("properties")), dict.fromkeys(list_of(node.get("required")))
         names = [*(name for name in named if name in required), *(name for name in required if name not in named)]
         others = node.get("additionalProperties", True)
         parts = [(name, self.text(named.get(str(name), others))) for name in names]
@@ -151,7 +151,7 @@ class SchemaEnds:
     def items(self, node: Schema) -> list[object]:
         """Return the subschemas of an array's items by place; the last one is that of all later items."""
         items = node.get("items", True)
-        first = [*_list(node.get("prefixItems")), *(items if isinstance(items, list) else [])]
+        first = [*list_of(node.get("prefixItems")), *(items if isinstance(items, list) else [])]
         return [*first, node.get("additionalItems", True) if isinstance(items, list) else items]
 
     def key(self, name: str) -> str:
@@ -204,10 +204,10 @@ class _Bounds:
     def _added(self, node: Schema) -> Iterator[float]:
         """Yield how much each item and property adds that a text need not have."""
         kinds, others = kinds_of(node), node.get("additionalProperties", True)
-        for name, inner in _dict(node.get("properties")).items():
-            if name not in _list(node.get("required")):
+        for name, inner in dict_of(node.get("properties")).items():
+            if name not in list_of(node.get("required")):
                 yield self._property(name) + self._min(inner)
-        for pattern, inner in _dict(node.get("patternProperties")).items():
+        for pattern, inner in dict_of(node.get("patternProperties")).items():
             yield self._property("") + pattern_ends(pattern)[0] + self._min(inner)
         if "object" in kinds and others is not False:
             yield self._property("") + self._min(others)
@@ -218,7 +218,7 @@ class _Bounds:
     def _forms(self, node: Schema) -> Iterator[float]:
         """Yield the lengths of the forms of a value that has several."""
         for name in UNIONS:
-            yield from (self._min(branch) for branch in _list(node.get(name)) if branch is not False)
+            yield from (self._min(branch) for branch in list_of(node.get(name)) if branch is not False)
         if "enum" in node:
             yield from (self._cost(self._ends.written(value)) for value in values_of(node))
         elif len(kinds := kinds_of(node)) > 1:
@@ -228,8 +228,8 @@ class _Bounds:
     def _inside(self, node: Schema) -> Iterator[float]:
         """Yield how long a scalar of this subschema, or a key, can still be from any place in it on."""
         most, kinds = self._spelling.most, kinds_of(node)
-        yield from (most(self._ends.key(name)) for name in _dict(node.get("properties")))
-        patterns = [*_dict(node.get("patternProperties")), node.get("pattern", "")]
+        yield from (most(self._ends.key(name)) for name in dict_of(node.get("properties")))
+        patterns = [*dict_of(node.get("patternProperties")), node.get("pattern", "")]
         far = max(pattern_ends(pattern)[1] for pattern in patterns if isinstance(pattern, str))
         if "const" in node or "enum" in node:
             yield from (most(self._ends.written(value)) for value in values_of(node))
@@ -243,7 +243,7 @@ class _Bounds:
     def _ambiguous(self, node: Schema) -> Iterator[float]:
         """Yield the lengths of those forms of this subschema that can be told apart only within a container."""
         for name in UNIONS:
-            containers = [container for container in _list(node.get(name)) if self._is_container(container)]
+            containers = [container for container in list_of(node.get(name)) if self._is_container(container)]
             yield from map(self._min, containers if len(containers) > 1 else [])
 
     def _has_arrays_in_arrays(self, node: Schema) -> bool:
@@ -263,7 +263,7 @@ class _Bounds:
                 if set(kinds) & set(kinds_of(inner)):
                     return True
                 waiting.append(self._ends.resolved(inner))
-                waiting += [part for name in ("allOf", *UNIONS) for part in _list(inner.get(name))]
+                waiting += [part for name in ("allOf", *UNIONS) for part in list_of(inner.get(name))]
         return False
 
 
@@ -275,8 +275,8 @@ def _all_subschemas(root: Schema) -> Iterator[Schema]:
         if isinstance(node, dict):
             yield node
             waiting += [value for name, value in node.items() if name in ONE_SUBSCHEMA]
-            waiting += [inner for name, value in node.items() if name in SUBSCHEMA_LISTS for inner in _list(value)]
-            waiting += [inner for name in SUBSCHEMAS_BY_NAME for inner in _dict(node.get(name)).values()]
+            waiting += [inner for name, value in node.items() if name in SUBSCHEMA_LISTS for inner in list_of(value)]
+            waiting += [inner for name in SUBSCHEMAS_BY_NAME for inner in dict_of(node.get(name)).values()]
 
 
 def kinds_of(node: Schema) -> list[str]:
@@ -290,7 +290,7 @@ def kinds_of(node: Schema) -> list[str]:
 
 def values_of(node: Schema) -> list[object]:
     """Return the constants of a subschema."""
-    return [node["const"]] if "const" in node else _list(node.get("enum"))
+    return [node["const"]] if "const" in node else list_of(node.get("enum"))
 
 
 def count_of(node: Schema, name: str) -> float:
@@ -301,11 +301,3 @@ def count_of(node: Schema, name: str) -> float:
 
 def _shortest(texts: Iterable[str | None]) -> str | None:
     return min((text for text in texts if text is not None), key=len, default=None)
-
-
-def _list(value: object) -> list[object]:
-    return value if isinstance(value, list) else []
-
-
-def _dict(value: object) -> dict[str, object]:
-    return value if isinstance(value, dict) else {}

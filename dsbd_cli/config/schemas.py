@@ -182,18 +182,18 @@ class _Closing:
             raise UsageError(
                 f"its objects, and the parts that they are merged with, name more than {MOST_ADDED:,} properties"
             )
-        patterns = [name for part in (*own, *sometimes) for name in _dict(part.get("patternProperties"))]
+        patterns = [name for part in (*own, *sometimes) for name in dict_of(part.get("patternProperties"))]
         branches = [name for name in BRANCHES if isinstance(node.get(name), list)]
         if len(branches) == 1 and not patterns:
-            of = _list(node[branches[0]])
+            of = list_of(node[branches[0]])
             of = [self._closed(branch, names, sometimes) if isinstance(branch, dict) else branch for branch in of]
             return {**self._open({**node, branches[0]: None}, sometimes), branches[0]: of}
-        for branch in (branch for name in branches for branch in _list(node[name]) if isinstance(branch, dict)):
+        for branch in (branch for name in branches for branch in list_of(node[name]) if isinstance(branch, dict)):
             names |= _names([*self._parts(branch), *self._conditional(branch)])
         opened = self._open(node, sometimes)
         if names or patterns:
             for keyword, all_of in (("properties", names), ("patternProperties", patterns)):
-                described = _dict(opened.get(keyword))
+                described = dict_of(opened.get(keyword))
                 if every := {**described, **{name: True for name in all_of if name not in described}}:
                     opened[keyword] = every
             opened["additionalProperties"] = False
@@ -208,7 +208,8 @@ class _Closing:
             opened["$ref"] = f"#/$defs/{self._variant(reference)}"
         for name in merged:
             opened[name] = [
-                self._open(branch, conditional) if isinstance(branch, dict) else branch for branch in _list(node[name])
+                self._open(branch, conditional) if isinstance(branch, dict) else branch
+                for branch in list_of(node[name])
             ]
         return opened
 
@@ -252,7 +253,7 @@ class _Closing:
             parts.append(part)
             reference = part.get("$ref")
             target = resolve(self._root, reference) if isinstance(reference, str) else None
-            waiting += [part for part in (target, *_list(part.get("allOf"))) if isinstance(part, dict)]
+            waiting += [part for part in (target, *list_of(part.get("allOf"))) if isinstance(part, dict)]
         return parts
 
     def _conditional(self, node: dict[str, object], further: Sequence[object] = ()) -> list[dict[str, object]]:
@@ -267,7 +268,7 @@ class _Closing:
             conditions.append(condition)
             if isinstance(reference := condition.get("$ref"), str):
                 waiting.append(resolve(self._root, reference))
-            waiting += [part for name in ("allOf", *BRANCHES) for part in _list(condition.get(name))]
+            waiting += [part for name in ("allOf", *BRANCHES) for part in list_of(condition.get(name))]
             waiting += _conditions(condition)
         return conditions
 
@@ -276,9 +277,9 @@ def _conditions(node: dict[str, object]) -> list[object]:
     """Return the subschemas that a subschema itself applies sometimes to the same value. Names of properties that are
     required sometimes count as one."""
     conditions = [node[name] for name in CONDITIONS if name in node]
-    conditions += [condition for name in CONDITIONS_BY_NAME for condition in _dict(node.get(name)).values()]
-    required = [*conditions, *_dict(node.get("dependentRequired")).values()]
-    names = [name for names_of_key in required for name in _list(names_of_key)]
+    conditions += [condition for name in CONDITIONS_BY_NAME for condition in dict_of(node.get(name)).values()]
+    required = [*conditions, *dict_of(node.get("dependentRequired")).values()]
+    names = [name for names_of_key in required for name in list_of(names_of_key)]
     return [*conditions, {"required": names}] if names else conditions
 
 
@@ -288,16 +289,16 @@ def _below_conditions(parts: Sequence[dict[str, object]], keyword: str, key: str
     below: list[object] = []
     if keyword in ("properties", "patternProperties", "additionalProperties"):
         for part in parts:
-            named = _dict(part.get("properties"))
+            named = dict_of(part.get("properties"))
             below += [named[key]] if keyword == "properties" and key in named else []
             below += [] if keyword == "properties" else named.values()
-            below += _dict(part.get("patternProperties")).values()
+            below += dict_of(part.get("patternProperties")).values()
             below.append(part.get("additionalProperties"))
     elif keyword in ("items", "prefixItems"):
         below = [part.get("contains") for part in parts]
         for part in parts[1:]:
             items = part.get("items")
-            below += [*_list(part.get("prefixItems")), *(_list(items) or [items])]
+            below += [*list_of(part.get("prefixItems")), *(list_of(items) or [items])]
     return below
 
 
@@ -315,16 +316,18 @@ def _names(parts: Sequence[dict[str, object]]) -> dict[str, None]:
     """Return the properties that subschemas describe or require, in their order."""
     names: dict[str, None] = {}
     for part in parts:
-        names |= dict.fromkeys(_dict(part.get("properties")))
-        names |= dict.fromkeys(name for name in _list(part.get("required")) if isinstance(name, str))
+        names |= dict.fromkeys(dict_of(part.get("properties")))
+        names |= dict.fromkeys(name for name in list_of(part.get("required")) if isinstance(name, str))
     return names
 
 
-def _list(value: object) -> list[object]:
+def list_of(value: object) -> list[object]:
+    """Return a list, or an empty one in place of anything else."""
     return value if isinstance(value, list) else []
 
 
-def _dict(value: object) -> dict[str, object]:
+def dict_of(value: object) -> dict[str, object]:
+    """Return an object, or an empty one in place of anything else."""
     return value if isinstance(value, dict) else {}
 
 

@@ -43,6 +43,11 @@ class ModelSize:
     flops_per_node: int
 
 
+def address(tensor: Tensor) -> int:
+    """Return a number that identifies the memory of a tensor. Weights that torch has packed have no address."""
+    return id(tensor) if tensor.is_mkldnn else tensor.data_ptr()
+
+
 @dataclass(frozen=True, slots=True)
 class StateTap:
     """State that each forward stores in the slots of its nodes, where a draft head reads it.

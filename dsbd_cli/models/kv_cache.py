@@ -8,7 +8,6 @@ and one scatter move the slots of all of them. A layer sees its own keys as a vi
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -16,8 +15,8 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.engine.protocols import ForestInput
-from dsbd_cli.ops.cpu.runtime import allocate_zeros
 from dsbd_cli.ops.interface import Ops
+from dsbd_cli.ops.memory import zeros
 
 STATES = -1  # used as the layer number of the plane of states that a draft head reads
 
@@ -230,10 +229,7 @@ class KVCache:
         self.generation += 1
         width = spec.heads * spec.dim
         shape = (len(self._members(spec)), self.rows, self.slots, width)
-        if spec.device.type == "cpu":  # a long text is read at every step
-            fresh = allocate_zeros(math.prod(shape) * spec.dtype.itemsize).view(spec.dtype).view(shape)
-        else:
-            fresh = torch.zeros(shape, dtype=spec.dtype, device=spec.device)
+        fresh = zeros(shape, spec.dtype, spec.device)
         old = self._slabs.pop(spec, None)
         if old is not None:
             planes, rows, slots, _ = old.shape

@@ -53,7 +53,7 @@ from dsbd_cli.models.forest_model import BaseForestModel, SelfTestReport, unsupp
 from dsbd_cli.models.stored_tokenizer import store, stored
 from dsbd_cli.models.tokenizer import AheadCodec, HFCodec, bytes_of_tokens
 from dsbd_cli.models.verdicts import LIMITS, Verdict
-from dsbd_cli.ops.cpu.ahead import end_touching
+from dsbd_cli.ops.ahead import end_touching
 from dsbd_cli.ops.select import GPU_LAYERS, ops_for
 
 LAYERS_CHECKED = 4  # layers of each kind that are checked: the others are the same operations

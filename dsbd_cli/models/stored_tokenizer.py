@@ -9,8 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from dsbd_cli.models.verdicts import write_whole
-from dsbd_cli.ops.cpu.runtime import cache_folder
+from dsbd_cli.user_cache import cache_folder, write_whole
 
 METHODS = ("__call__", "_encode_plus", "decode", "_decode", "convert_ids_to_tokens", "get_vocab", "get_chat_template")
 

@@ -7,7 +7,6 @@ import hashlib
 import json
 import logging
 import os
-import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -19,8 +18,8 @@ import torch
 
 import dsbd_cli
 from dsbd_cli.config.model import ModelSpec
-from dsbd_cli.ops.cpu.runtime import cache_folder
 from dsbd_cli.ops.processor import current, instructions, on_amd
+from dsbd_cli.user_cache import cache_folder, write_whole
 
 _logger = logging.getLogger(__name__)
 
@@ -95,17 +94,6 @@ def write_verdict(digest: str, found: Mapping[str, object]) -> None:
     except OSError as error:
         why = error if error.strerror is None else f"{cache_folder()} cannot be written ({error.strerror})"
         _logger.warning("every load checks the model anew: %s", why)
-
-
-def write_whole(place: Path, content: bytes) -> None:
-    """Write a file of the cache folder, whole or not at all. Raises OSError."""
-    part = place.with_name(f"{place.name}.{os.getpid()}.{threading.get_ident()}")
-    place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    try:
-        part.write_bytes(content)
-        part.replace(place)
-    finally:  # nothing is left where the disk is full
-        part.unlink(missing_ok=True)
 
 
 def _path(digest: str) -> Path:

@@ -9,18 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from dsbd_cli.ops import reference
-
-if TYPE_CHECKING:
-    from dsbd_cli.ops.cpu.program import Program
-    from dsbd_cli.ops.cpu.runtime import Eager
+from dsbd_cli.ops.run import Loop
 
 Backend = Literal["torch", "numba", "triton"]
+LEAST_WEIGHTS = 100_000  # smaller products are not quantized: their weights stay in a cache
 
 
 class OpChoice(NamedTuple):
@@ -31,13 +29,35 @@ class OpChoice(NamedTuple):
     reason: str
 
 
+def host_reads(device: torch.device) -> bool:
+    """Return whether the host may read a device's numbers in the middle of an iteration: those of the CPU.
+
+    Another device would stop for it. There all iterations of a shape are alike, so that they can be captured.
+    """
+    return device.type == "cpu"
+
+
 class Linear(Protocol):
-    """A product x W^T + b of one layer, or of several layers with the same input. parts: number of outputs of each."""
+    """A product x W^T + b of one layer, or of several layers with the same input. parts: number of outputs of each.
+    weights: as they are stored. compiled: whether one of our kernels computes it."""
 
     parts: list[int]
 
-    def compute(self, x: Tensor, run: Eager = ...) -> Tensor:
+    @property
+    def weights(self) -> Sequence[Tensor]: ...
+    @property
+    def compiled(self) -> bool: ...
+
+    def compute(self, x: Tensor) -> Tensor:
         """Compute the product: x [..., i] -> [..., o]."""
+        ...
+
+
+class PackedLinear(Linear, Protocol):
+    """A product with packed weights."""
+
+    def with_bias(self, bias: Tensor) -> PackedLinear:
+        """Return the product of the same weights with a bias [o]."""
         ...
 
 
@@ -66,13 +86,13 @@ class Ops:
     """The operations on one device, each by the backend that serves there. `Ops()` is plain torch; select.py makes all
     others.
 
-    Operations of a decoder layer. reference.py specifies them. The last argument is a `run`, which computes at once or
-    writes a program:
-        norm: takes x [..., H] and a tensor that is added to it first; returns the normalised sum and the sum [..., H].
+    Operations of a decoder layer. reference.py specifies them:
+        norm: takes a norm, x [..., H] and a tensor that is added to it first; returns the normalised sum and the sum
+            [..., H].
         gated: takes gates and values side by side [..., 2 I]; returns [..., I].
         rotate: takes queries, keys and values side by side [R, n, (Q + 2 K) E]; returns the queries [R, Q, n, E] and
             writes keys and values to their slots.
-        program: records the kernels of a forward, to be run again. None: each kernel runs when it is called.
+        program: runs a table of kernels, which run.py has recorded. None: each kernel runs when it is called.
     Operations of all models:
         linear: takes weights [o, i] and biases [o] of layers; returns one product, or None if the layers stay as they
             are.
@@ -101,7 +121,7 @@ class Ops:
     norm: Callable[..., tuple[Tensor, Tensor]] = reference.norm
     gated: Callable[..., Tensor] = reference.gated
     rotate: Callable[..., Tensor] = reference.rotate
-    program: type[Program] | None = None
+    program: Loop | None = None
     linear: Callable[[Sequence[Tensor], Sequence[Tensor | None]], Linear | None] = reference.linear
     pick: Callable[[Tensor, torch.dtype], RowsLinear] = reference.PickedRows
     path_attention: Callable[..., Tensor] | None = None

@@ -2,7 +2,7 @@
 kernel does.
 
 Operations of a decoder layer round where the kernels round: to the dtype of the model after each step, as transformers'
-modules do. Their last argument is `run`, which computes at once or writes a program. This module needs no triton.
+modules do.
 
 Letters: m rows (nodes of all requests), H hidden width, I inner width, Q query heads, K kv heads, E head dim, R
 requests, n nodes, V vocabulary, o outputs, i inputs.
@@ -11,39 +11,53 @@ requests, n nodes, V vocabulary, o outputs, i inputs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from dsbd_cli.ops.cpu.runtime import EAGER, Eager
+from dsbd_cli.ops import run
 
+OUTLIERS = 32  # channels that are not quantized; measured: benchmarks/LOG.md, 2026-11-22
 # Smaller arguments of exp are raised to this: soon below, exp is subnormal in float32, which takes processors ten times
 # as long, and such numbers do not change a float32 sum that has a 1.
 LOWEST = -80.0
 
 
-def norm(
-    x: Tensor, more: Tensor | None, weight: Tensor, eps: float, unit_offset: bool, run: Eager = EAGER
-) -> tuple[Tensor, Tensor]:
-    """Divide x (+ more) [..., H] by its root mean square and multiply by weight [H]. Return the result and the sum
-    x + more [..., H], which is empty without `more`. unit_offset: multiply by (1 + weight) in float32, as Gemma does.
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """A division of vectors by their root mean square, and a product with a weight [H].
+
+    eps: is added to the mean square. unit_offset: the factor is 1 + weight, in float32, as Gemma has it.
     """
-    return run.compute(lambda: _norm(x, more, weight, eps, unit_offset))
+
+    weight: Tensor
+    eps: float
+    unit_offset: bool = False
+
+    def to(self, device: torch.device) -> Norm:
+        """Return the same norm on a device."""
+        return replace(self, weight=self.weight.to(device))
 
 
-def _norm(x: Tensor, more: Tensor | None, weight: Tensor, eps: float, unit_offset: bool) -> tuple[Tensor, Tensor]:
+def norm(rms: Norm, x: Tensor, more: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Apply a norm to x (+ more) [..., H]. Return the result and the sum x + more [..., H], which is empty without
+    `more`."""
+    return run.compute(lambda: _norm(rms, x, more))
+
+
+def _norm(rms: Norm, x: Tensor, more: Tensor | None) -> tuple[Tensor, Tensor]:
     summed = x.new_empty(0)
     if more is not None:
         x = summed = x + more
     wide = x.to(torch.float32)
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    if unit_offset:
-        return (wide * (1.0 + weight.to(torch.float32))).to(x.dtype), summed
-    return weight * wide.to(x.dtype), summed
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + rms.eps)
+    if rms.unit_offset:
+        return (wide * (1.0 + rms.weight.to(torch.float32))).to(x.dtype), summed
+    return rms.weight * wide.to(x.dtype), summed
 
 
-def gated(gate_up: Tensor, gelu: bool, run: Eager = EAGER) -> Tensor:
+def gated(gate_up: Tensor, gelu: bool) -> Tensor:
     """Return silu(gate) * up [..., I]. gate_up: gate and up side by side [..., 2 I]. gelu: the tanh form of gelu takes
     the place of silu."""
 
@@ -62,17 +76,13 @@ def rotate(
     slots: Tensor,
     keys: Tensor,
     values: Tensor,
-    query_norm: Tensor | None = None,
-    key_norm: Tensor | None = None,
-    eps: float = 0.0,
-    unit_offset: bool = False,
-    run: Eager = EAGER,
+    norms: tuple[Norm, Norm] | None = None,
 ) -> Tensor:
     """Rotate queries and keys, write keys and values to their slots, and return the queries [R, Q, n, E].
 
     qkv [R, n, (Q + 2 K) E]: queries, keys and values side by side. cos, sin [R or 1, n, E]. slots [R n] int64: indices
-    into keys and values [rows, slots, K, E] with rows and slots flattened. query_norm, key_norm [E]: weights of norms
-    (see `norm`) that queries and keys go through before they are rotated; both or neither.
+    into keys and values [rows, slots, K, E] with rows and slots flattened. norms: those [E] of queries and of
+    keys, which they go through before they are rotated; they differ in their weights alone.
     """
 
     def compute() -> Tensor:
@@ -80,9 +90,9 @@ def rotate(
         states = qkv.unflatten(-1, (-1, dim))  # [R, n, Q + 2 K, E]
         heads = states.shape[2] - 2 * kv_heads
         turning, resting = states[:, :, : heads + kv_heads], states[:, :, heads + kv_heads :]
-        if query_norm is not None and key_norm is not None:
-            parts = (turning[:, :, :heads], query_norm), (turning[:, :, heads:], key_norm)
-            turning = torch.cat([_norm(part, None, weight, eps, unit_offset)[0] for part, weight in parts], 2)
+        if norms is not None:
+            parts = zip(norms, turning.split((heads, kv_heads), 2), strict=True)
+            turning = torch.cat([_norm(rms, part, None)[0] for rms, part in parts], 2)
         first, second = turning.chunk(2, -1)
         turned = turning * cos.unsqueeze(2) + torch.cat((-second, first), -1) * sin.unsqueeze(2)
         keys.flatten(0, 1).index_copy_(0, slots, turned[:, :, heads:].flatten(0, 1))
@@ -100,6 +110,12 @@ class DeviceLinear:
     bias: Tensor | None
     parts: list[int]
     product: Callable[..., Tensor] = nn.functional.linear
+    compiled: bool = False
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """The weights as they are stored."""
+        return [self.weight]
 
     @staticmethod
     def of(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> DeviceLinear:
@@ -107,7 +123,7 @@ class DeviceLinear:
         some = [bias for bias in biases if bias is not None]
         return DeviceLinear(torch.cat([*weights]), torch.cat(some) if some else None, [len(one) for one in weights])
 
-    def compute(self, x: Tensor, run: Eager = EAGER) -> Tensor:
+    def compute(self, x: Tensor) -> Tensor:
         """Compute the product: x [..., i] -> [..., o]."""
         return self.product(x, self.weight, self.bias)
 
@@ -131,6 +147,11 @@ class PickedRows:
     def compute(self, x: Tensor) -> Tensor:
         """Compute the products: x [R, n, i] -> [R, n, o]."""
         return x @ self._weights.transpose(1, 2)
+
+
+def outlier_channels(largest: Tensor) -> Tensor:
+    """Return the k input channels with the largest magnitudes, ascending. largest: [i], a magnitude of each channel."""
+    return largest.topk(min(OUTLIERS, len(largest) // 2)).indices.sort().values
 
 
 def log_total(values: Tensor, highest: Tensor) -> Tensor:

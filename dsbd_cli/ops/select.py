@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dsbd_cli.ops import reference
 from dsbd_cli.ops.cpu import attention, int8, iteration, layer, linear, logsumexp, program, prompt_attention, scan
-from dsbd_cli.ops.cpu.runtime import FLOATS, may_use_matrix_units, team, unloadable
+from dsbd_cli.ops.cpu.runtime import FLOATS, compile_beside, may_use_matrix_units, team, unloadable
 from dsbd_cli.ops.interface import Backend, Linear, OpChoice, Ops, RowsLinear
 from dsbd_cli.ops.processor import ON_ARM, Processor, current
 from dsbd_cli.ops.triton import available
@@ -73,6 +73,11 @@ def ops_for(
 
 
 # kernels of the CPU
+
+
+def begin_compiling() -> None:
+    """Begin to compile the kernels of iterations in a process of their own, where they are not compiled yet."""
+    compile_beside("iteration")
 
 
 class Kernel(NamedTuple):
@@ -162,7 +167,7 @@ TABLE = (
     Kernel("norm", layer.norm, layer.compiled, _LAYERS, dtypes=FLOATS, step=layer.STEP),
     Kernel("gated", layer.gated, layer.compiled, _LAYERS, dtypes=FLOATS, step=layer.STEP),
     Kernel("rotate", layer.rotate, layer.compiled, _LAYERS, dtypes=FLOATS, step=layer.STEP),
-    Kernel("program", program.Program, program.compiled, "layers are called one by one", dtypes=FLOATS, step=layer.STEP,
+    Kernel("program", program.loop, program.compiled, "layers are called one by one", dtypes=FLOATS, step=layer.STEP,
            beside=("norm", "")),
     _LINEAR("linear", linear.Compiled, least=AVX512, dtypes=F32, weights="plain", reason=_LINES),
     _LINEAR("linear", linear.Compiled, least=AVX512, most=AVX512_BF16, dtypes=BF16, weights="plain", reason=_LINES),
@@ -294,7 +299,9 @@ def triton_ops(names: Iterable[str]) -> dict[str, Any]:
         return draft if rule is None or (rule in distribution.RULES and draft.fits(nodes, count, own)) else None
 
     every = {
-        **{name: _at_once(getattr(layers, name)) for name in ("norm", "gated", "rotate")},
+        "norm": layers.norm,
+        "gated": layers.gated,
+        "rotate": layers.rotate,
         "linear": product,
         "attention": attend,
         "candidates": best,
@@ -304,11 +311,6 @@ def triton_ops(names: Iterable[str]) -> dict[str, Any]:
         "move": commit.move,
     }
     return {name: every[name] for name in names}
-
-
-def _at_once(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a GPU kernel so that it ignores its last argument, `run`: the kernel is queued when it is called."""
-    return lambda *arguments: kernel(*arguments[:-1])
 
 
 def _triton_unfit(name: str, dtype: torch.dtype, widths: frozenset[int]) -> str | None:

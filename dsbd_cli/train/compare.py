@@ -39,10 +39,10 @@ class Sums:
 def worse(before: Sums, after: Sums) -> str | None:
     """Return how the second draft is worse than the first: fewer steps per target call, or more time per token in both
     models together. Return None where it is not, or where nothing was measured."""
-    if not all(one.stats.target_calls and one.tokens for one in (before, after)):
+    if not all(run.stats.target_calls and run.tokens for run in (before, after)):
         return None
-    steps = [one.stats.steps_per_call for one in (before, after)]
-    times = [one.token_ms for one in (before, after)]
+    steps = [run.stats.steps_per_call for run in (before, after)]
+    times = [run.token_ms for run in (before, after)]
     fewer, slower = 1 - steps[1] / steps[0] > LOST, times[0] > 0 and times[1] / times[0] - 1 > SLOWER
     worse = []
     if fewer:
@@ -81,13 +81,13 @@ def measure(engines: Sequence[Engine], requests: Sequence[Request]) -> list[Sums
 
     Raises DsbdError for the first request that fails.
     """
-    found = [Sums() for _ in engines]
+    totals = [Sums() for _ in engines]
     for engine in engines:
         _round(engine, requests[:1], Sums())
     for _ in range(ROUNDS):
-        for engine, sums in zip(engines, found, strict=True):
+        for engine, sums in zip(engines, totals, strict=True):
             _round(engine, requests, sums)
-    return found
+    return totals
 
 
 def _round(engine: Engine, requests: Sequence[Request], sums: Sums) -> None:

@@ -1,4 +1,5 @@
-"""The target's distribution after every token of an answer, reduced to its likeliest tokens and all others as one.
+"""The target's distribution after every token of an answer, reduced to its likeliest tokens and all others as one, and
+the hidden states that a head reads.
 
 Shape letters: n tokens of an answer, T tokens of a distribution, V vocabulary.
 """
@@ -30,39 +31,43 @@ class TopDistribution:
     """The likeliest tokens at each place of an answer, with their log-probabilities.
 
     Attributes:
-        ids: [n, T] int32, token ids; for a draft head the columns of its logits.
-        logs: [n, T] float32, log-probabilities at temperature 1; for a draft head normalised over its tokens.
-        states: [N, S], hidden states of all tokens that the target has read, of several layers side by side; None
-            except for a draft head.
+        ids: [n, T] int32, columns of the head's logits.
+        logs: [n, T] float32, log-probabilities at temperature 1, normalised over the tokens of the head.
+        states: [N, S], hidden states of all tokens that the target has read, of several layers side by side.
     """
 
     ids: Tensor
     logs: Tensor
-    states: Tensor | None = None
+    states: Tensor
 
     @property
     def held_bytes(self) -> int:
         """Memory of the tensors in bytes."""
-        return self.ids.nbytes + self.logs.nbytes + (0 if self.states is None else self.states.nbytes)
+        return self.ids.nbytes + self.logs.nbytes + self.states.nbytes
 
 
 class Teacher:
-    """Distributions of answers, computed when they are first asked for and kept while there is room.
+    """Distributions over the tokens of a head, and the hidden states that it reads, of answers. They are computed when
+    they are first asked for, and kept while there is room.
 
     Each answer is run alone, so that a distribution has the same bits whenever it is computed. So a resumed run gives
-    the same draft.
+    the same head.
     """
 
-    def __init__(self, target: ForestModel, kept_bytes: int | None = None) -> None:
-        """kept_bytes: of the distributions that are kept, at most; None: a third of the free memory."""
-        self._target = target
+    def __init__(
+        self, target: BaseForestModel, layers: Sequence[int], ids: Tensor, kept_bytes: int | None = None
+    ) -> None:
+        """layers: numbers of target layers after which states are taken. ids: [C], tokens of the head. kept_bytes: of
+        the distributions that are kept, at most; None: a third of the free memory."""
+        self._target, self._ids = target, ids.to(target.device)
+        self._tap = StateTap(tuple(layers), len(layers) * target.hidden_size, lambda taken: torch.cat(taken, -1))
         self._left = free_bytes(torch.device("cpu")) // KEPT_SHARE if kept_bytes is None else kept_bytes
         self._kept: dict[AnswerTokens, TopDistribution] = {}
 
     def distribution(self, answer: AnswerTokens) -> TopDistribution:
         """Return the distribution of an answer, on the CPU."""
-        if (found := self._kept.get(answer)) is not None:
-            return found
+        if (kept := self._kept.get(answer)) is not None:
+            return kept
         distribution = self._compute(answer)
         if distribution.held_bytes <= self._left:
             self._left -= distribution.held_bytes
@@ -71,61 +76,32 @@ class Teacher:
 
     @torch.no_grad()
     def _compute(self, answer: AnswerTokens) -> TopDistribution:
-        parts = []
+        target, parts = self._target, []
+        target.tap(None)  # removes the tap of the head that was measured last
+        target.tap(self._tap)
         try:
-            for logits in self._logits(answer):
-                logs = logits.log_softmax(-1).topk(min(TOP, logits.shape[-1]), -1)
+            for logits in answer_logits(target, answer):
+                logs = logits[:, self._ids].log_softmax(-1).topk(min(TOP, len(self._ids)), -1)
                 parts.append((logs.indices.to(torch.int32).cpu(), logs.values.cpu()))
-            states = self._states(answer)
+            states = target.states[0, : len(answer.text)].cpu().clone()
         finally:
-            self._target.release()
+            target.release()
+            target.tap(None)
         return TopDistribution(torch.cat([ids for ids, _ in parts]), torch.cat([logs for _, logs in parts]), states)
 
-    def _states(self, answer: AnswerTokens) -> Tensor | None:
-        """Return the hidden states that are kept before the cache is released, or None."""
-        return None
 
-    def _logits(self, answer: AnswerTokens) -> Iterator[Tensor]:
-        """Yield logits [c, V] float32 after the prompt and after each further token that is read, at most CHUNK of them
-        at a time. The cache holds the answer until the caller releases it."""
-        model, first, text = self._target, len(answer.prompt) - 1, answer.text
-        slots = -(-(len(text) + STEP) // STEP) * STEP
-        model.release()
-        model.reserve(1, slots + 1)
-        prefill(model, [0], [answer.prompt], slots, apart=True)
-        for start in range(first, len(text), CHUNK):
-            logits = model.forward(_nodes(answer, start, min(start + CHUNK, len(text)), model.device))
-            assert logits is not None
-            yield logits[0].float()
-
-
-class HeadTeacher(Teacher):
-    """A teacher of draft heads, with distributions over the tokens of a head, and the hidden states that it reads."""
-
-    def __init__(
-        self, target: BaseForestModel, layers: Sequence[int], ids: Tensor, kept_bytes: int | None = None
-    ) -> None:
-        """layers: numbers of target layers after which states are taken. ids: [C], tokens of the head. kept_bytes: see
-        Teacher."""
-        super().__init__(target, kept_bytes)
-        self._model, self._ids = target, ids.to(target.device)
-        self._tap = StateTap(tuple(layers), len(layers) * target.hidden_size, lambda taken: torch.cat(taken, -1))
-
-    def _compute(self, answer: AnswerTokens) -> TopDistribution:
-        model = self._model
-        model.tap(None)  # removes the tap of the head that was measured last
-        model.tap(self._tap)
-        try:
-            return super()._compute(answer)
-        finally:
-            model.tap(None)
-
-    def _states(self, answer: AnswerTokens) -> Tensor | None:
-        return self._model.states[0, : len(answer.text)].cpu().clone()
-
-    def _logits(self, answer: AnswerTokens) -> Iterator[Tensor]:
-        for logits in super()._logits(answer):
-            yield logits[:, self._ids]
+def answer_logits(target: ForestModel, answer: AnswerTokens) -> Iterator[Tensor]:
+    """Yield logits [c, V] float32 after the prompt and after each further token of an answer, at most CHUNK of them at
+    a time. The target's cache holds the answer until the caller releases it."""
+    first, text = len(answer.prompt) - 1, answer.text
+    slots = -(-(len(text) + STEP) // STEP) * STEP
+    target.release()
+    target.reserve(1, slots + 1)
+    prefill(target, [0], [answer.prompt], slots, apart=True)
+    for start in range(first, len(text), CHUNK):
+        logits = target.forward(_nodes(answer, start, min(start + CHUNK, len(text)), target.device))
+        assert logits is not None
+        yield logits[0].float()
 
 
 @torch.no_grad()
@@ -134,9 +110,9 @@ def likely_tokens(
 ) -> Tensor:
     """Return the tokens with the most mass under the target's distributions, [count] int64, ascending. At most
     MASS_ANSWERS of the answers are read. on_answer: called after each of these with how many are done."""
-    mass, teacher = torch.zeros(target.vocab_size, dtype=torch.float64), Teacher(target, 0)
+    mass = torch.zeros(target.vocab_size, dtype=torch.float64)
     for number, answer in enumerate(answers[:: -(-len(answers) // MASS_ANSWERS)], 1):
-        for logits in teacher._logits(answer):
+        for logits in answer_logits(target, answer):
             mass += logits.softmax(-1).sum(0).cpu()
         on_answer(number)
     target.release()
@@ -153,7 +129,6 @@ def _nodes(answer: AnswerTokens, start: int, end: int, device: torch.device) -> 
         mask=answer.sees(start, end).unsqueeze(0).to(device),
         slot_positions=positions,
         rows=torch.zeros(1, dtype=torch.int64, device=device),
-        chain=answer.branches is None,
     )
 
 
@@ -164,8 +139,8 @@ def divergence(logits: Tensor, ids: Tensor, logs: Tensor) -> Tensor:
     logits [n, V] of the draft; ids, logs [n, T] of the target. Reverse KL and total variation were no better
     (benchmarks/README.md).
     """
-    found = logits.float()
-    q_logs = found.gather(1, ids.long()) - found.logsumexp(-1, keepdim=True)
+    values = logits.float()
+    q_logs = values.gather(1, ids.long()) - values.logsumexp(-1, keepdim=True)
     p = logs.exp()
     p_rest, q_rest = ((1 - distribution.sum(1)).clamp(min=LEAST) for distribution in (p, q_logs.exp()))
     return (p * (logs - q_logs)).sum(1) + p_rest * (p_rest / q_rest).log()

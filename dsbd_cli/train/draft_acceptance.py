@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 
+from dsbd_cli.config.method import DEFAULT_DEPTH, MethodConfig
+from dsbd_cli.config.model import DTYPES, ModelSpec
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.lab.profiling.budget import Budget, CutOffError
 from dsbd_cli.lab.profiling.profile import depth_rates
@@ -12,7 +16,18 @@ from dsbd_cli.lab.profiling.runs import method_for
 from dsbd_cli.lab.reports.profile_data import NO_DRAFT, ForestSize
 from dsbd_cli.requests import Request
 from dsbd_cli.stats import RequestStats
+from dsbd_cli.train.compare import with_draft
 from dsbd_cli.train.run_record import DraftAcceptance, Speed
+from dsbd_cli.train.training import compute_dtype
+
+
+def with_head(engine: Engine, folder: Path, target: ModelSpec) -> Engine:
+    """Return an engine with the head in a folder, which computes in the dtype of the target's layers that are not int8.
+    target: how the engine's target was loaded."""
+    plain, dtype = engine.method, compute_dtype(engine)
+    method = MethodConfig(rule=plain.rule, num_beams=plain.num_beams, depth=DEFAULT_DEPTH)
+    spec = replace(target.of_draft(str(folder)), dtype=dtype if dtype in DTYPES else "auto")
+    return with_draft(engine, spec, target, method)
 
 
 def measure_acceptance(
@@ -58,16 +73,16 @@ def measured_speed(engine: Engine, requests: Sequence[Request], budget: Budget) 
     budget.start()
     with suppress(CutOffError):
         for request in requests:
-            start, found = budget.clock(), list[tuple[int, float]]()
+            start, timed = budget.clock(), list[tuple[int, float]]()
             for one in engines:
                 began = budget.clock()
                 with budget.running(one.stop):
                     made = [result.hypotheses[0].num_tokens for result in one.run([request]) if result.hypotheses]
-                found += [(tokens, budget.clock() - began) for tokens in made]
+                timed += [(tokens, budget.clock() - began) for tokens in made]
                 if budget.left <= 0:
                     break
-            if len(found) == len(engines):  # else the request fails, or there was no time for all
-                rounds.append(found)
+            if len(timed) == len(engines):  # else the request fails, or there was no time for all
+                rounds.append(timed)
             # the first round takes longer than those to come
             if budget.left < (budget.clock() - start if len(rounds) > 1 else 0.0):
                 break

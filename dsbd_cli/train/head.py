@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from dsbd_cli._version import __version__
 from dsbd_cli.config.model import ModelSpec
-from dsbd_cli.errors import ModelError, one_line
+from dsbd_cli.errors import ModelError, UnsupportedModelError, UsageError, one_line
 from dsbd_cli.models.checkpoints.hub import locate, locate_adapters
 from dsbd_cli.models.checkpoints.loader import is_plain, load_config, load_network
 from dsbd_cli.models.decoder.load import spec_or_reason, tensors_of
@@ -35,6 +35,7 @@ from dsbd_cli.models.heads.formats import LAYER_IDS, SPECULATORS, VERSION, layer
 from dsbd_cli.train.target_answers import AnswerTokens
 
 SPECULATED = 4  # tokens that other engines draft, as the folder's config asks
+VOCABULARY, LEAST_VOCABULARY = 8192, 64  # tokens of a head: by default, and at least
 SMALL = 0.1  # scale of the random part of the first linear layer, `fc`
 FILE = "model.safetensors"
 HIDDEN = -1e9  # attention score of a key that a query does not see
@@ -65,23 +66,23 @@ class Trees:
     def of(cls, answers: Sequence[AnswerTokens], states: Sequence[Tensor]) -> Trees:
         """Pad trees to one batch. states: [N, T * H] of each tree's nodes."""
         count = len(answers)
-        most = max(len(one.text) for one in answers)
-        learnt = max(one.learnt for one in answers)
+        most = max(len(answer.text) for answer in answers)
+        learnt = max(answer.learnt for answer in answers)
         width = states[0].shape[-1]
         tokens, positions, parent = (torch.zeros(count, most, dtype=torch.int64) for _ in range(3))
         nodes, above = (torch.zeros(count, learnt, dtype=torch.int64) for _ in range(2))
         real, sees = torch.zeros(count, learnt, dtype=torch.bool), torch.zeros(count, learnt, most, dtype=torch.bool)
         padded = torch.zeros(count, most, width)
-        for row, (one, tree_states) in enumerate(zip(answers, states, strict=True)):
-            size, last = len(one.text), len(one.prompt) - 1
-            tokens[row, :size], positions[row, :size] = torch.tensor(one.text), torch.tensor(one.positions)
-            parent[row, :size], padded[row, :size] = torch.tensor(one.parents).clamp(min=0), tree_states.float()
+        for row, (answer, tree_states) in enumerate(zip(answers, states, strict=True)):
+            size, last = len(answer.text), len(answer.prompt) - 1
+            tokens[row, :size], positions[row, :size] = torch.tensor(answer.text), torch.tensor(answer.positions)
+            parent[row, :size], padded[row, :size] = torch.tensor(answer.parents).clamp(min=0), tree_states.float()
             nodes[row, : size - last] = torch.arange(last, size)
             nodes[row, size - last :] = last
             above[row] = parent[row, nodes[row]] - last
             above[row, 0] = -1
             real[row, : size - last] = True
-            sees[row, : size - last, :size] = one.sees(last, size)
+            sees[row, : size - last, :size] = answer.sees(last, size)
         above = torch.where(real, above, -1)
         # the first token has no state before it: it is seen only where nothing else is, as when the head drafts
         sees[..., 0] &= sees.sum(-1) == 1
@@ -207,13 +208,13 @@ class HeadStudent(nn.Module):
         return _rotated(self._heads("k", x), *angles), self._heads("v", x)
 
     def _heads(self, name: str, x: Tensor) -> Tensor:
-        found: Tensor = self._block.self_attn[f"{name}_proj"](x).unflatten(-1, (-1, self.spec.head_dim))
-        return found
+        projected: Tensor = self._block.self_attn[f"{name}_proj"](x).unflatten(-1, (-1, self.spec.head_dim))
+        return projected
 
     def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and sines [B, n, 1, E]."""
         tables = self.spec.rotaries[0].table(int(positions.max()) + 1, self.spec.head_dim)
-        cos, sin = (one.to(positions.device)[positions][:, :, None] for one in tables)
+        cos, sin = (table.to(positions.device)[positions][:, :, None] for table in tables)
         return cos, sin
 
     def _attend(
@@ -227,10 +228,10 @@ class HeadStudent(nn.Module):
         own = [(query * key[:, :, :, None]).sum(-1).permute(0, 2, 3, 1)[..., None].float() for key, _ in guessed]
         weights = torch.cat((scores, *own), -1).softmax(-1).to(values.dtype)
         count = keys.shape[1]
-        found = torch.einsum("bkgmn,bnke->bmkge", weights[..., :count], values)
-        for place, (_, value) in enumerate(guessed, count):
-            found = found + weights[..., place].permute(0, 3, 1, 2)[..., None] * value[:, :, :, None]
-        return found.flatten(2)
+        attended = torch.einsum("bkgmn,bnke->bmkge", weights[..., :count], values)
+        for column, (_, value) in enumerate(guessed, count):
+            attended = attended + weights[..., column].permute(0, 3, 1, 2)[..., None] * value[:, :, :, None]
+        return attended.flatten(2)
 
     def _output(self, residual: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
         """Return states [B, m, H], which the children read, and logits [B, m, C]."""
@@ -270,6 +271,33 @@ class HeadStudent(nn.Module):
             "torch_dtype": dtype,
         }
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def head_vocabulary(spec: ModelSpec, wanted: int | None) -> int:
+    """Return the number of tokens of a head for the target of `spec`, from the target's config alone. wanted: None:
+    VOCABULARY.
+
+    Raises UsageError for too few, UnsupportedModelError and ModelError for a target that no head is made of.
+    """
+    config = load_config(locate(spec), spec)
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(
+            f"target model {spec.source!r} has an encoder: drafts are made of decoder-only targets alone"
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError(
+            f"target model {spec.source!r} is quantized, and quantized layers cannot be trained: "
+            "distil from the original; its draft serves both"
+        )
+    decoder = spec_or_reason(spec, config)
+    if isinstance(decoder, str):
+        raise UnsupportedModelError(
+            f"a head begins as a layer of a standard decoder, but {decoder}: "
+            "give generate a smaller model of the family as --draft, or --drafter ngram"
+        )
+    if wanted is not None and wanted < LEAST_VOCABULARY:
+        raise UsageError(f"--vocab is {wanted}, but must be {LEAST_VOCABULARY} or more")
+    return min(wanted or VOCABULARY, decoder.vocabulary)
 
 
 def new_head(spec: ModelSpec, ids: Tensor, seed: int) -> HeadStudent:
@@ -326,18 +354,18 @@ def tapped_layers(layers: int) -> tuple[int, ...]:
 
 def _target(spec: ModelSpec) -> tuple[WeightReader, Any]:
     """Return a reader of the target's tensors, however they are stored, and the target's config. Raises ModelError."""
-    place = locate(spec)
-    config = load_config(place, spec)
-    found = spec_or_reason(spec, config)
-    if isinstance(found, str):
-        raise ModelError(f"target model {spec.source!r} is no standard decoder: {found}")
-    if is_plain(place, config) and not locate_adapters(spec):
-        return WeightReader(found, tensors_of(place, spec), torch.float32), config
+    path = locate(spec)
+    config = load_config(path, spec)
+    spec_or_text = spec_or_reason(spec, config)
+    if isinstance(spec_or_text, str):
+        raise ModelError(f"target model {spec.source!r} is no standard decoder: {spec_or_text}")
+    if is_plain(path, config) and not locate_adapters(spec):
+        return WeightReader(spec_or_text, tensors_of(path, spec), torch.float32), config
     model = load_network(replace(spec, device="cpu", device_map=None))
     state = model.state_dict()
     if not model.config.get_text_config(decoder=True).tie_word_embeddings:  # an adapter may bring a head
-        found = replace(found, tied=False)
-    return WeightReader(found, {name: partial(state.__getitem__, name) for name in state}, torch.float32), config
+        spec_or_text = replace(spec_or_text, tied=False)
+    return WeightReader(spec_or_text, {name: partial(state.__getitem__, name) for name in state}, torch.float32), config
 
 
 def _ends(reader: WeightReader) -> tuple[Tensor, Tensor, Tensor]:
@@ -345,7 +373,7 @@ def _ends(reader: WeightReader) -> tuple[Tensor, Tensor, Tensor]:
     spec = reader.spec
     table = reader.tensor("embed_tokens.weight", spec.vocabulary, spec.hidden)
     rows = table if spec.tied else reader.tensors["lm_head.weight"]()
-    norm = reader.norm("norm.weight", spec.hidden) + float(spec.unit_offset)
+    norm = reader.norm("norm.weight", spec.hidden).weight + float(spec.unit_offset)
     return rows.float() / spec.logit_scale, table, norm
 
 
@@ -357,13 +385,13 @@ def _copy_layer(layer: Any, reader: WeightReader) -> None:
         layer.self_attn[f"{name}_proj"].weight.copy_(torch.cat((torch.zeros_like(weight), weight), 1))
     layer.self_attn["o_proj"].weight.copy_(linears["out"].weights[0])
     layer.mlp["down_proj"].weight.copy_(linears["down"].weights[0])
-    gate_up = torch.cat([one.float() for one in linears["gate_up"].weights])
+    gate_up = torch.cat([weight.float() for weight in linears["gate_up"].weights])
     for name, weight in zip(("gate_proj", "up_proj"), gate_up.chunk(2), strict=True):
         layer.mlp[name].weight.copy_(weight)
     offset = float(reader.spec.unit_offset)
-    for norm, given in ((layer.hidden_norm, last.input_norm), (layer.post_attention_layernorm, last.mlp_norm)):
-        if given is not None:
-            norm.weight.copy_(given + offset)
+    for norm, source in ((layer.hidden_norm, last.input_norm), (layer.post_attention_layernorm, last.mlp_norm)):
+        if source is not None:
+            norm.weight.copy_(source.weight + offset)
 
 
 def _rope_theta(text: Any) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import orjson
 import torch
 from torch import Tensor
 
+from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.engine.decoding.encode import Encoder
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.iteration.observer import Observer
@@ -24,23 +25,25 @@ from dsbd_cli.io.lines.resume import truncate_at, whole_size
 from dsbd_cli.io.schemas.contracts import ANSWERS
 from dsbd_cli.requests import Request, RequestResult
 
+TREES = 4  # one in so many prompts is answered with all beams, the others with one
+TURN = 512  # prompts of a turn: first those with all beams, then the others
+
 
 @dataclass(frozen=True, slots=True)
 class AnswerTokens:
-    """Token ids of one answer, or of a tree of answers, and of the prompt before it.
+    """Token ids of a prompt and of the tree of its answers.
 
-    branches: for a tree, the index in `tokens` that each of its tokens follows, -1 for tokens after the prompt. None:
-    one answer, in which each token follows the one before, and the last one is never read.
+    branches: the index in `tokens` that each of its tokens follows, -1 for tokens after the prompt.
     """
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
-    branches: tuple[int, ...] | None = None
+    branches: tuple[int, ...]
 
     @property
     def text(self) -> tuple[int, ...]:
         """All N tokens that the target reads, the prompt's first. Every token comes after the one that it follows."""
-        return (*self.prompt, *(self.tokens[:-1] if self.branches is None else self.tokens))
+        return (*self.prompt, *self.tokens)
 
     @property
     def learnt(self) -> int:
@@ -50,26 +53,23 @@ class AnswerTokens:
     @property
     def parents(self) -> list[int]:
         """Index in `text` that each of its tokens follows; -1 for the first."""
-        count, size = len(self.prompt), len(self.text)
-        if self.branches is None:
-            return list(range(-1, size - 1))
-        return [*range(-1, count - 1), *(count + place if place >= 0 else count - 1 for place in self.branches)]
+        count = len(self.prompt)
+        return [*range(-1, count - 1), *(count + index if index >= 0 else count - 1 for index in self.branches)]
 
     @property
     def positions(self) -> list[int]:
         """Number of tokens before each token of `text` on its path."""
-        found: list[int] = []
+        positions: list[int] = []
         for parent in self.parents:
-            found.append(found[parent] + 1 if parent >= 0 else 0)
-        return found
+            positions.append(positions[parent] + 1 if parent >= 0 else 0)
+        return positions
 
     def sees(self, start: int, end: int) -> Tensor:
         """Return [end - start, end] bool: which tokens of `text` the tokens `start` to `end` see, namely those that
         they follow, and themselves."""
         rows = torch.ones(end, end, dtype=torch.bool).tril()
-        if self.branches is not None:
-            for place, parent in enumerate(self.parents[len(self.prompt) : end], len(self.prompt)):
-                rows[place, :place] = rows[parent, :place]
+        for index, parent in enumerate(self.parents[len(self.prompt) : end], len(self.prompt)):
+            rows[index, :index] = rows[parent, :index]
         return rows[start:]
 
 
@@ -126,15 +126,13 @@ def make_answers(
     requests: Sequence[Request],
     writer: LineWriter,
     on_answer: Callable[[int], None],
-    *,
-    trees: bool = False,
 ) -> list[str]:
-    """Answer the requests and write a line for each. This ends early where the engine is stopped. on_answer: called
-    after each with how many are done. trees: write the live beams of every step, too. Returns, for each request that
-    cannot be answered, its id and why."""
+    """Answer the requests and write a line for each, with the live beams of every step. This ends early where the
+    engine is stopped. on_answer: called after each with how many are done. Returns, for each request that cannot be
+    answered, its id and why."""
     encoder = Encoder.alone(engine.target, engine.codec, engine.method)
     failed, beams = list[str](), LiveBeams()
-    engine.observe(beams if trees else Observer())
+    engine.observe(beams)
     for number, result in enumerate(engine.run(requests), 1):
         if result.error is not None:
             failed.append(_told(result.request, result.error))
@@ -144,6 +142,23 @@ def make_answers(
         on_answer(number)
     engine.observe(Observer())
     return failed
+
+
+def answering_turns(engine: Engine, requests: Sequence[Request]) -> list[tuple[Engine, list[Request]]]:
+    """Return engines, each with prompts that it answers, in order.
+
+    The engine itself answers every TREES-th prompt with all beams, and another one the others with one sampled beam.
+    They take turns, so that the time of the answers so far tells that of the rest.
+    """
+    requests = [replace(request, sampling=replace(request.sampling, n_best=1)) for request in requests]
+    if engine.method.num_beams == 1:
+        return [(engine, requests)]
+    single = engine.replace(method=MethodConfig(num_beams=1, depth=0))
+    turns: list[tuple[Engine, list[Request]]] = []
+    for start in range(0, len(requests), TURN):
+        some = requests[start : start + TURN]
+        turns += [(engine, some[::TREES]), (single, [row for index, row in enumerate(some) if index % TREES])]
+    return turns
 
 
 def answerable(engine: Engine, requests: Sequence[Request]) -> tuple[list[Request], list[str]]:
@@ -175,20 +190,16 @@ def _line(encoder: Encoder, result: RequestResult) -> dict[str, object]:
         "id": result.request.id,
         "text": result.text,
         "prompt_ids": encoder.job(0, result.request).prompt,
-        "answers": [list(one.token_ids) for one in result.hypotheses],
+        "answers": [list(beam.token_ids) for beam in result.hypotheses],
     }
 
 
 def read_answers(path: Path) -> list[AnswerTokens]:
-    """Read all answers of the file, in its order: each text of a prompt once, or its tree."""
-    found = []
+    """Read the trees of all answered prompts of the file, in its order."""
     with path.open("rb") as stream:
-        for line in stream:
-            record = orjson.loads(line)
-            prompt = tuple(record.get("prompt_ids", ()))
-            if prompt and "tree" in record:
-                found.append(AnswerTokens(prompt, tuple(record["tree"]), tuple(record["branches"])))
-                continue
-            texts = dict.fromkeys(tuple(tokens) for tokens in record.get("answers", ()))
-            found += [AnswerTokens(prompt, tokens) for tokens in texts if prompt and tokens]
-    return found
+        lines = [orjson.loads(line) for line in stream]
+    return [
+        AnswerTokens(tuple(line["prompt_ids"]), tuple(line["tree"]), tuple(line["branches"]))
+        for line in lines
+        if line.get("prompt_ids") and "tree" in line
+    ]

@@ -6,27 +6,30 @@ lines here, and evaluates and resumes in its own ways.
 
 from __future__ import annotations
 
-import inspect
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from dsbd_cli.config.model import ModelSpec
+from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.errors import DsbdError
-from dsbd_cli.train.distributions import Teacher, divergence
-from dsbd_cli.train.head import HeadStudent, Trees
-from dsbd_cli.train.run_record import BATCH
+from dsbd_cli.models.forest_model import BaseForestModel
+from dsbd_cli.train.distributions import Teacher, divergence, likely_tokens
+from dsbd_cli.train.head import HeadStudent, Trees, new_head, read_head
+from dsbd_cli.train.run_record import BATCH, TrainingPlan
+from dsbd_cli.train.saving import read_moments, recover
 from dsbd_cli.train.target_answers import AnswerTokens
 
 BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.98), 0.01, 1.0
 WARM_UP_SHARE, WARM_UP_MOST = 0.05, 100
 UNROLLED, DECAY = 4, 0.8  # steps that a head is unrolled for, and the weight of a step relative to the one before
 LOSSES = "losses"  # their name in a checkpoint
-LOGIT_BYTES = 256 << 20  # of the float32 logits of answers that go through a model together
 HEAD_BYTES = 512 << 20  # of the logits, attention scores and states of answers that go through a head together
 
 
@@ -48,7 +51,8 @@ class Recipe:
         """Return the indices, of `count`, of the answers that a step trains on. Each is used once before any is used
         twice."""
         return [
-            _order(self.seed, place // count, count)[place % count] for place in range(step * BATCH, (step + 1) * BATCH)
+            _order(self.seed, number // count, count)[number % count]
+            for number in range(step * BATCH, (step + 1) * BATCH)
         ]
 
 
@@ -60,11 +64,12 @@ def _order(seed: int, epoch: int, count: int) -> list[int]:
 
 
 class Training:
-    """A student, its optimizer and the number of its steps. `student` is trained in place. losses: of the last steps;
-    the caller fills and clears them, and a checkpoint keeps them."""
+    """A head that is unrolled on its own guesses, its optimizer and the number of its steps. `student` is trained in
+    place. losses: of the last steps; the caller fills and clears them, and a checkpoint keeps them. resumed: it goes on
+    from a checkpoint."""
 
-    def __init__(self, student: nn.Module, teacher: Teacher, answers: Sequence[AnswerTokens], recipe: Recipe) -> None:
-        self.student, self.step, self.losses = student, 0, list[float]()
+    def __init__(self, student: HeadStudent, teacher: Teacher, answers: Sequence[AnswerTokens], recipe: Recipe) -> None:
+        self.student, self.step, self.losses, self.resumed = student, 0, list[float](), False
         self._teacher, self._answers, self._recipe = teacher, answers, recipe
         parameters = [parameter for parameter in student.parameters() if parameter.requires_grad]
         self._device = parameters[0].device
@@ -73,18 +78,20 @@ class Training:
         groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
         self._parameters = parameters
         self._optimizer = torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=BETAS, fused=True)
-        # most models can leave out the logits of positions that are not needed
-        self._can_skip_logits = "logits_to_keep" in inspect.signature(type(student).forward).parameters
 
     def _weight_sum(self, batch: list[AnswerTokens]) -> float:
         """Return the number by which the sum of the batch's divergences is divided."""
-        return sum(one.learnt for one in batch)
+        total = 0.0
+        for answer in batch:
+            depths = torch.tensor(answer.positions[len(answer.prompt) - 1 :]) - (len(answer.prompt) - 1)
+            total += sum(DECAY**step * int((depths >= step).sum()) for step in range(UNROLLED))
+        return total
 
     def moments(self) -> dict[str, Tensor]:
         """Return the optimizer's state and the losses, by name."""
         state = self._optimizer.state_dict()["state"]
-        found = {f"{number}.{name}": tensor for number, some in state.items() for name, tensor in some.items()}
-        return found | {LOSSES: torch.tensor(self.losses, dtype=torch.float64)}
+        moments = {f"{number}.{name}": tensor for number, some in state.items() for name, tensor in some.items()}
+        return moments | {LOSSES: torch.tensor(self.losses, dtype=torch.float64)}
 
     def restore(self, moments: dict[str, Tensor]) -> None:
         """Continue after the step at which the moments were taken, with the student of that step."""
@@ -97,11 +104,11 @@ class Training:
             state.setdefault(int(number), {})[name] = tensor
         groups = self._optimizer.state_dict()["param_groups"]
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
-        self.step = int(moments["0.step"]) if state else 0
+        self.step, self.resumed = int(moments["0.step"]) if state else 0, True
 
     def run_step(self) -> float:
         """Train one step and return the mean divergence in nats per token. Raises DsbdError where it is not finite."""
-        batch = [self._answers[place] for place in self._recipe.places(self.step, len(self._answers))]
+        batch = [self._answers[index] for index in self._recipe.places(self.step, len(self._answers))]
         weight_sum = self._weight_sum(batch)
         total = 0.0
         for part in self._parts(batch):
@@ -124,74 +131,32 @@ class Training:
         """Divide the batch into answers that go through the student together: of similar length, and few enough for
         the memory of a part. An answer that takes more goes alone."""
         parts: list[list[AnswerTokens]] = []
-        for one in sorted(batch, key=lambda one: (len(one.prompt), len(one.tokens))):
-            wider = [*parts[-1], one] if parts else [one]
-            if parts and len(wider) * self._bytes(wider) <= self._most_bytes:
+        for answer in sorted(batch, key=lambda answer: (len(answer.prompt), len(answer.tokens))):
+            wider = [*parts[-1], answer] if parts else [answer]
+            if parts and len(wider) * self._bytes(wider) <= HEAD_BYTES:
                 parts[-1] = wider
             else:
-                parts.append([one])
+                parts.append([answer])
         return parts
-
-    @property
-    def _most_bytes(self) -> int:
-        return LOGIT_BYTES
-
-    def _bytes(self, part: list[AnswerTokens]) -> int:
-        """Return the bytes that each answer of a part takes, padded to the longest: of its float32 logits."""
-        width: int = self.student.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
-        return 4 * _span(part)[1] * width
-
-    def _loss(self, part: list[AnswerTokens]) -> Tensor:
-        """Return the sum of the divergences over all tokens of the answers."""
-        start, count = _span(part)
-        # padding comes after a text, where no token of the text sees it
-        texts = [[*one.prompt, *one.tokens[:-1]] for one in part]
-        ids = torch.tensor([text + [0] * (start + count - len(text)) for text in texts], device=self._device)
-        keep = {"logits_to_keep": count} if self._can_skip_logits else {}
-        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._recipe.autocast):
-            logits: Tensor = self.student(input_ids=ids, use_cache=False, **keep).logits[:, -count:]
-        total = logits.new_zeros((), dtype=torch.float32)
-        for row, one in enumerate(part):
-            distribution, begin = self._teacher.distribution(one), len(one.prompt) - 1 - start
-            mine = logits[row, begin : begin + len(one.tokens)]
-            total = (
-                total + divergence(mine, distribution.ids.to(self._device), distribution.logs.to(self._device)).sum()
-            )
-        return total
-
-
-class HeadTraining(Training):
-    """Training of a draft head, unrolled on its own guesses."""
-
-    student: HeadStudent
-
-    @property
-    def _most_bytes(self) -> int:
-        return HEAD_BYTES
 
     def _bytes(self, part: list[AnswerTokens]) -> int:
         """Return the bytes that each answer of a part takes, padded to the longest: of its float32 logits and attention
         scores in each unrolled step, and of the target's states."""
-        spec, learnt, most = self.student.spec, max(one.learnt for one in part), max(len(one.text) for one in part)
+        spec, learnt, most = (
+            self.student.spec,
+            max(answer.learnt for answer in part),
+            max(len(answer.text) for answer in part),
+        )
         scores = spec.heads * most
         return 4 * (UNROLLED * learnt * (len(self.student.d2t) + scores) + most * len(self.student.taps) * spec.hidden)
 
-    def _weight_sum(self, batch: list[AnswerTokens]) -> float:
-        found = 0.0
-        for one in batch:
-            depths = torch.tensor(one.positions[len(one.prompt) - 1 :]) - (len(one.prompt) - 1)
-            found += sum(DECAY**step * int((depths >= step).sum()) for step in range(UNROLLED))
-        return found
-
     def _loss(self, part: list[AnswerTokens]) -> Tensor:
-        targets, states = [self._teacher.distribution(one) for one in part], list[Tensor]()
-        for target in targets:
-            assert target.states is not None, "a HeadTeacher keeps states"
-            states.append(target.states)
-        trees = Trees.of(part, states).to(self._device)
+        """Return the sum of the divergences over all unrolled steps and all tokens of the answers."""
+        targets = [self._teacher.distribution(answer) for answer in part]
+        trees = Trees.of(part, [target.states for target in targets]).to(self._device)
         most = trees.nodes.shape[1]
         ids, logs = (
-            torch.stack([nn.functional.pad(one, (0, 0, 0, most - len(one))) for one in some]).to(self._device)
+            torch.stack([nn.functional.pad(tensor, (0, 0, 0, most - len(tensor))) for tensor in some]).to(self._device)
             for some in ([target.ids for target in targets], [target.logs for target in targets])
         )
         total = torch.zeros((), device=self._device)
@@ -201,7 +166,32 @@ class HeadTraining(Training):
         return total
 
 
-def _span(part: list[AnswerTokens]) -> tuple[int, int]:
-    """Return the first position whose logits are needed, and the number of positions from there on."""
-    start = min(len(one.prompt) for one in part) - 1
-    return start, max(len(one.prompt) - 1 + len(one.tokens) for one in part) - start
+def open_training(
+    engine: Engine,
+    spec: ModelSpec,
+    plan: TrainingPlan,
+    answers: Sequence[AnswerTokens],
+    folder: Path,
+    on_choice: Callable[[int], None],
+) -> Training:
+    """Return the training of a head for the engine's target, which goes on from the checkpoint in `folder` if there is
+    one. spec: how the target was loaded. on_choice: see likely_tokens. Raises ModelError and OutputError."""
+    target = engine.target
+    assert isinstance(target, BaseForestModel)
+    recipe = Recipe(plan.steps, plan.learning_rate, plan.seed, autocast=compute_dtype(engine) == "bfloat16")
+    recover(folder)
+    going_on = (folder / "config.json").is_file()
+    if going_on:
+        head = read_head(folder, spec)
+    else:
+        head = new_head(spec, likely_tokens(target, answers, plan.vocab, on_choice), recipe.seed)
+    training = Training(head.to(target.device), Teacher(target, head.taps, head.ids), answers, recipe)
+    if going_on:
+        training.restore(read_moments(folder))
+    return training
+
+
+def compute_dtype(engine: Engine) -> str:
+    """Return the dtype that the target computes in; for an int8 target, the dtype of the layers that are not int8."""
+    assert engine.info is not None
+    return engine.info.dtype.rpartition("+")[2]

@@ -24,7 +24,7 @@ from dsbd_cli.models.checkpoints.loader import eos_ids, is_gguf, load, load_conf
 from dsbd_cli.models.heads.load import names_head
 
 # not copied to the folder of the trimmed draft
-_WRITTEN = ("config.json", "generation_config.json", "dsbd_distill.json")
+_WRITTEN = ("config.json", "generation_config.json")
 _COPIED = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py")
 _BATCH = 256
 
@@ -181,8 +181,8 @@ def trim(
 def stored_dtype(config: Any) -> str:
     """Return the dtype of a checkpoint's weights by its config, in which its draft is stored too; float32 where that is
     none that we load."""
-    found = str(getattr(config, "dtype", None)).removeprefix("torch.")
-    return found if found in DTYPES and found != "auto" else "float32"
+    dtype = str(getattr(config, "dtype", None)).removeprefix("torch.")
+    return dtype if dtype in DTYPES and dtype != "auto" else "float32"
 
 
 def copy_beside(folder: Path, to: Path) -> None:

@@ -78,18 +78,12 @@ def bench(*arguments: str, terminal: TextIO | None = None) -> Outcome:
         (("--json", "-"), "--json needs a file, but - is standard output"),
         (("--json", "x.jsonl.gz"), "--json x.jsonl.gz is not compressed: name it without .gz"),
         (("--plot", "x.jpeg"), "must end in .png, .svg or .pdf"),
-        (("--json", "x", "--markdown", "x"), "are both x"),
+        (("--json", "x.png", "--plot", "x.png"), "are both x.png"),
+        (("--markdown", "x"), "No such option: --markdown"),
         (("--existing", "overwrite"), "but none is given"),
         (("--target", "somebody/model", "--methods", "dsbd-coupled"), "needs a draft, but there is none: name one"),
-        (("--dev-records", "3"), "no two values of --fuzzy-threshold are run"),
-        (("--fuzzy-threshold", "0.1", "--set", "fuzzy-tolerance=0.1"), "no two values of --fuzzy-threshold are run"),
-        (("--fuzzy-threshold", "0.1,0.2", "--set", "fuzzy-tolerance=2"), "must be from 0 to 1"),
-        (("--fuzzy-threshold", "0.1,0.2", "--dev-records", "-1"), "--dev-records is -1, but must be 0 or more"),
-        (
-            ("--fuzzy-threshold", "0.1,0.2", "--dev-records", "0", "--set", "fuzzy-tolerance=0.1"),
-            "because --dev-records is 0",
-        ),
-        (("--fuzzy-threshold", "0.1,0.2", "--dev-data", "x"), "goes with --input or --data"),
+        (("--input", "x", "--dev-data", "y"), "--dev-data y would do nothing without --shots: drop it"),
+        (("--shots", "1", "--dev-data", "x"), "goes with --input or --data"),
     ],
 )
 def test_what_cannot_be_is_refused_before_models_are_loaded(
@@ -114,19 +108,19 @@ def test_a_file_that_exists_is_kept(dsbd: Call, tmp_path: Path) -> None:
     [
         ("--input", "{old}"),
         ("--task", "squad", "--data", "{old}"),
-        ("--input", "y", "--fuzzy-threshold", "0.1,0.2", "--dev-data", "{old}"),
+        ("--input", "y", "--shots", "1", "--dev-data", "{old}"),
         ("--allow", "{old}"),
         ("--methods", "greedy,dsbd-coupled", "--drafter", "retrieval", "--set", "index={old}"),
         ("--input", "y", "--score", "exec:{old}"),
         ("--input", "y", "--target", "{old}"),
-        ("--input", "y", "--score", "exec:{folder}/{{name}}.jsonl"),
+        ("--input", "y", "--score", "exec:{folder}/{{name}}.png"),
     ],
 )
-@pytest.mark.parametrize("output", ["--json", "--markdown"])
+@pytest.mark.parametrize("output", ["--json", "--plot"])
 def test_a_report_does_not_replace_what_is_read(
     dsbd: Call, given: tuple[str, ...], output: str, tmp_path: Path
 ) -> None:
-    old, content = tmp_path / "old.jsonl", b"SQLite format 3\0" if "exec:" in given[-1] else b'{"prompt": "a"}\n'
+    old, content = tmp_path / "old.png", b"SQLite format 3\0" if "exec:" in given[-1] else b'{"prompt": "a"}\n'
     old.write_bytes(content)
     words = [word.format(old=old, folder=tmp_path) for word in given]
     done = dsbd("bench", *words, output, str(old), "--existing", "overwrite")
@@ -153,20 +147,17 @@ def test_tables_go_to_standard_output_and_files_where_they_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(messages, "LOG_INTERVAL_S", float("inf"))  # however slow the machine is
-    names = {kind: tmp_path / f"x.{kind}" for kind in ("json", "markdown")}
-    files = [word for kind, path in names.items() for word in (f"--{kind}", str(path))]
-    picture = tmp_path / "x.png"
-    done = bench(*SMALL, *files, "--plot", str(picture))
+    written, picture = tmp_path / "x.json", tmp_path / "x.png"
+    done = bench(*SMALL, "--json", str(written), "--plot", str(picture))
     assert done.code == 0
     told = [line.partition("Z ")[2] for line in done.err.splitlines() if "compiling" not in line]
     assert told[0] == "0 of 2 windows, warming up greedy"
     assert re.fullmatch(r"1 of 2 windows, about \d+:\d\d:\d\d left, qa: dsbd-coupled", told[1])
     assert len(told) == 2
     assert "dsbd-coupled" in done.out
-    lines = [json.loads(line) for line in names["json"].read_text().splitlines()]
+    lines = [json.loads(line) for line in written.read_text().splitlines()]
     assert [line["method"] for line in lines] == ["greedy", "dsbd-coupled"]
     assert lines[0]["command"].startswith("dsbd bench --task qa")
-    assert "| greedy" in names["markdown"].read_text()
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -272,8 +263,7 @@ def test_scores_and_options_of_lines_that_cannot_be(dsbd: Call, tmp_path: Path) 
 
 
 def test_a_file_of_the_user_s_own_with_a_score_and_options(tmp_path: Path) -> None:
-    """Methods that cannot do what a line asks for are named; the last line says which method pays. The file's name may
-    have any bytes."""
+    """Methods that cannot do what a line asks for are named. The file's name may have any bytes."""
     data, out = tmp_path / "x\udcff.jsonl", tmp_path / "x.out"
     rows = [{"prompt": f"question {n}", "reference": n, "max_tokens": 3, "seed": n} for n in range(3)]
     data.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {**rows[0], "temperature": 0}]))
@@ -282,8 +272,8 @@ def test_a_file_of_the_user_s_own_with_a_score_and_options(tmp_path: Path) -> No
     assert done.code == 0, done.err
     said = " ".join(done.out.split())
     assert "hf-beam-sampling: some line asks for temperature 0, which it does not take" in said
-    assert "is better than hf-beam-search by more than chance" in said
-    assert said.endswith("With 4 records no difference can show: it takes 9 that are scored differently.")
+    assert "better/worse: records with a higher/lower score" in said
+    assert "A difference shows only if 9 or more records are scored differently" in said
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert {line["method"] for line in lines} >= {"greedy", "beam-search", "hf-beam-search"}
     assert {line["tokens"] <= 12 for line in lines} == {True}
@@ -320,37 +310,14 @@ def test_a_record_that_no_method_answers_is_told(tmp_path: Path) -> None:
     )
 
 
-def test_dev_records_of_a_file_that_cannot_be(dsbd: Call, tmp_path: Path) -> None:
-    one = lines_of(tmp_path / "one.jsonl", 1)
-    plain = lines_of(tmp_path / "plain.jsonl", 4, "")
-    call = ("bench", "--fuzzy-threshold", "0.1,0.2", "-i")
-    for arguments, message in (
-        ((str(one),), "holds one record, but a threshold is chosen on dev records"),
-        ((str(plain), "--dev-records", "2"), "answers of plain.jsonl are not scored"),
-        ((str(plain), "--dev-data", str(plain)), "are both"),
-        ((str(plain), "--dev-data", str(one)), "are not scored alike"),
-    ):
-        done = dsbd(*call, *arguments)
-        assert (done.code, done.loads) == (2, [])
-        assert message in done.err
-
-
-def test_thresholds_on_a_file_of_the_user_s_own(tmp_path: Path) -> None:
-    """The file has no dev split, so it is divided, which is said; the reference is added, which is said too."""
-    data = lines_of(tmp_path / "x.jsonl", 5)
-    out = tmp_path / "x.out"
+def test_a_sweep_of_thresholds_is_one_table(tmp_path: Path) -> None:
+    data, out = lines_of(tmp_path / "x.jsonl", 3), tmp_path / "x.out"
     words = ("--input", str(data), "--methods", "dsbd-fuzzy", "--fuzzy-threshold", "0.1,0.4")
     done = bench(*words, "--num-beams", "2", "--max-new-tokens", "4", "--json", str(out))
     assert done.code == 0
-    said = " ".join(done.out.split())
-    assert "the 2nd, 4th, .. records are dev, the others are test" in said
-    assert "beam-sampling is run as well" in said
-    assert "x.jsonl, 2 dev records and 3 test records: fuzzy threshold" in said
-    assert "T=0.1 is chosen: 0.0 % on dev, 0.0 % on test" in said or "T=0.4 is chosen" in said
+    assert done.out.count("x.jsonl, 3 records") == 1
     lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [(line["split"], line["records"]) for line in lines] == [("test", 3)] * 3 + [("dev", 2)] * 3
-    assert [line["choice"] is None for line in lines] == [True, False, False] * 2
-    assert sum(line["choice"]["is_chosen"] for line in lines if line["choice"]) == 2
+    assert [(line["setting"], line["records"]) for line in lines] == [("W=2 T=0.1", 3), ("W=2 T=0.4", 3)]
 
 
 def test_ctrl_c_prints_what_is_measured_and_ends_with_130() -> None:

@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dsbd_cli.cli.app import run
 from dsbd_cli.cli.commands import distill as command
+from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.io.lines.lock import open_locked
 from dsbd_cli.models.decoder import pack
 from dsbd_cli.models.forest_model import BaseForestModel
 from dsbd_cli.train import run_report, target_answers
-from dsbd_cli.train.distributions import HeadTeacher
+from dsbd_cli.train.distributions import Teacher
 from dsbd_cli.train.run_record import DraftAcceptance, Measurement, Speed
 from dsbd_cli.train.training import Training
 from tests.helpers.checkpoints import byte_level, save, wrap
@@ -66,63 +66,35 @@ def generate(target: str, draft: str, prompts: str, output: Path) -> list[str]:
     return [json.loads(line)["text"] for line in output.read_text().splitlines()]
 
 
-def test_from_prompts_to_a_draft(
+def test_from_prompts_to_a_head(
     target: str, prompts: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards the whole way: the loss falls, the folder serves transformers, generate and trim-draft, and the text is
-    that without a draft."""
+    """Guards the whole way: the loss falls, the folder is a head in the form of speculators, and the text is that
+    without a draft."""
     monkeypatch.setattr(command, "SPEED_S", 60.0)
-    folder = tmp_path / "draft"
-    distil(target, prompts, folder, "--layers", "1", "--steps", "48", "--learning-rate", "0.003")
+    folder, words = tmp_path / "head", ["--steps", "48", "--learning-rate", "0.003", "--vocab", "200"]
+    distil(target, prompts, folder, *words)
     out, err = capfd.readouterr()
     record = record_of(folder)
-    assert (record["complete"], record["prompts"]) == (True, 21)
-    assert 21 <= record["answers"] <= 42
-    milestones = record["milestones"]
-    assert [one["step"] for one in milestones] == [0, 24, 48]
-    losses = [one["loss"] for one in milestones[1:]]
-    assert losses[1] < 0.6 * losses[0]
-    assert milestones[-1]["measured"]["acceptance"]["steps_per_call"] >= 1
-    assert milestones[0]["measured"]["speed"]["plain"] > 0
-    assert milestones[-1]["measured"]["speed"]["drafted"] > 0
-    for word in ("before", "after", "layers that pass", "tokens/s with the draft", "on 3 held-out prompts"):
+    assert (record["complete"], record["prompts"], record["answers"]) == (True, 21, 21)
+    assert (record["plan"]["form"], record["plan"]["vocab"]) == ("head", 200)
+    assert [one["step"] for one in record["milestones"]] == [0, 24, 48]
+    losses = [one["loss"] for one in record["milestones"][1:]]
+    assert losses[1] < 0.8 * losses[0]
+    first, last = record["milestones"][0], record["milestones"][-1]
+    speed = last["measured"]["speed"]
+    assert first["measured"]["speed"]["plain"] > 0
+    assert speed["drafted"] > 0
+    for word in ("before", "after", "tokens/s with the draft", "on 3 held-out prompts"):
         assert word in out
     # as a shell takes it
     assert f": dsbd generate --target {target} --draft {folder} --dtype float32 --num-beams 2\n" in out
     assert "steps per target call: tokens by which one run of the target makes each beam longer" in out
-    assert ("this draft pays: " in out) is (
-        milestones[-1]["measured"]["speed"]["drafted"] > milestones[-1]["measured"]["speed"]["plain"]
-    )
+    assert ("\nthis draft pays: " in out) is (speed["drafted"] > speed["plain"])
     assert "pays: " in out or "this draft does not pay: " in out
     assert "measured here: " in err
     assert f"--input {prompts} holds 24 prompts: below 500 a draft hardly learns more than these" in err
     assert not (folder / "checkpoint").exists()
-    model, big = (AutoModelForCausalLM.from_pretrained(path) for path in (folder, target))
-    assert (model.dtype, model.config.num_hidden_layers) == (torch.bfloat16, 1)
-    given = AutoTokenizer.from_pretrained(folder)("The quick", return_tensors="pt")
-    wanted = {"max_new_tokens": 6, "do_sample": False}
-    assert torch.equal(big.generate(**given, **wanted, assistant_model=model), big.generate(**given, **wanted))
-    plain = generate(target, "none", prompts, tmp_path / "plain.jsonl")
-    assert generate(target, str(folder), prompts, tmp_path / "drafted.jsonl") == plain
-    small = ["--target", target, "--draft", str(folder), "--texts", str(folder / "answers.jsonl"), "--size", "200"]
-    assert run(["trim-draft", *small, "-o", str(tmp_path / "small"), "--quiet"]) == 0
-    assert not (tmp_path / "small" / "dsbd_distill.json").exists(), "the record is the whole draft's"
-    capfd.readouterr()
-    distil(target, prompts, folder, "--layers", "1", "--steps", "48", "--learning-rate", "0.003", code=2)
-    assert "is finished: use it with --draft" in capfd.readouterr().err
-
-
-def test_from_prompts_to_a_head(target: str, prompts: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Guards the whole way of the default form: the loss falls, the folder is a head in the form of speculators, and
-    the text is that without a draft."""
-    folder = tmp_path / "head"
-    distil(target, prompts, folder, "--steps", "48", "--learning-rate", "0.003", "--vocab", "200")
-    out, err = capfd.readouterr()
-    record = record_of(folder)
-    assert (record["complete"], record["plan"]["form"], record["plan"]["vocab"]) == (True, "head", 200)
-    losses = [one["loss"] for one in record["milestones"][1:]]
-    assert losses[1] < 0.8 * losses[0]
-    first, last = record["milestones"][0], record["milestones"][-1]
     first, last = first["measured"]["acceptance"], last["measured"]["acceptance"]
     assert last["by_depth"][0] >= first["by_depth"][0]
     assert record["milestones"][-1]["one_beam"]["acceptance"]["steps_per_call"] > 1
@@ -139,16 +111,21 @@ def test_from_prompts_to_a_head(target: str, prompts: str, tmp_path: Path, capfd
     assert tensors["fc.weight"].dtype == torch.bfloat16
     assert tensors["t2d"].sum() == len(tensors["d2t"]) == 200
     assert not {path.name for path in folder.iterdir()} & {"tokenizer.json", "checkpoint", ".draft"}
-    for words in ([], ["--decode", "search"]):
+    for more in ([], ["--decode", "search"]):
         texts = []
         for draft in (["none"], [str(folder), "--depth", "2", "--drafts-per-layer", "4"]):
-            given = tmp_path / f"{len(words)}-{len(draft)}.jsonl"
-            options = ["--draft", *draft, *OPTIONS, *words, "-i", prompts, "-o", str(given)]
+            given = tmp_path / f"{len(more)}-{len(draft)}.jsonl"
+            options = ["--draft", *draft, *OPTIONS, *more, "-i", prompts, "-o", str(given)]
             assert run(["generate", "--target", target, *options]) == 0
             records = [json.loads(line) for line in given.read_text().splitlines()]
             texts.append([record["text"] for record in records])
         assert texts[0] == texts[1]
         assert sum(record["stats"]["drafted"] for record in records) > 0
+    small = ["--target", target, "--draft", target, "--texts", str(folder / "answers.jsonl"), "--size", "200"]
+    assert run(["trim-draft", *small, "-o", str(tmp_path / "small"), "--quiet"]) == 0
+    capfd.readouterr()
+    distil(target, prompts, folder, *words, code=2)
+    assert "is finished: use it with --draft" in capfd.readouterr().err
 
 
 def test_a_head_of_an_int8_target(
@@ -158,13 +135,13 @@ def test_a_head_of_an_int8_target(
     the format."""
     monkeypatch.setattr(pack.quantize_decoder, "__defaults__", (1,))
     loaded: list[str | None] = []
-    real = HeadTeacher.__init__
+    real = Teacher.__init__
 
-    def noting(self: HeadTeacher, target: BaseForestModel, *rest: Any) -> None:
+    def noting(self: Teacher, target: BaseForestModel, *rest: Any) -> None:
         loaded.append(target.quantized)
         real(self, target, *rest)
 
-    monkeypatch.setattr(HeadTeacher, "__init__", noting)
+    monkeypatch.setattr(Teacher, "__init__", noting)
     words = ["--steps", "2", "--vocab", "200", "--quantize", "int8"]
     distil(target, prompts, tmp_path / "head", *words)
     assert loaded == ["int8"]
@@ -222,20 +199,12 @@ def test_a_signal_while_tokens_are_chosen(
     assert not (tmp_path / "head" / "checkpoint").exists()
 
 
-@pytest.mark.parametrize(
-    "words", [["--hidden-size", "16"], ["--form", "head", "--vocab", "150"]], ids=["llama", "head"]
-)
 def test_a_stopped_run_goes_on_to_the_same_weights(
-    target: str,
-    prompts: str,
-    tmp_path: Path,
-    words: list[str],
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    target: str, prompts: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stopped while the target answers (and its last line torn), while a step is taken, and begun anew each time."""
-    words = [*words, "--steps", "8"]
-    monkeypatch.setattr(command, "TURN", 8)  # three turns
+    words = ["--vocab", "150", "--steps", "8"]
+    monkeypatch.setattr(target_answers, "TURN", 8)  # three turns
     monkeypatch.setattr(command, "EVALUATIONS", 4)  # one at the step at which it is stopped
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     distil(target, prompts, whole, *words)
@@ -245,7 +214,7 @@ def test_a_stopped_run_goes_on_to_the_same_weights(
 
     def answer_and_stop(engine: Any, requests: Any, *more: Any, **named: Any) -> Any:
         calls.append(len(requests))
-        last = len(calls) == 4 or "head" not in words
+        last = len(calls) == 4
         failed = answer(engine, requests[:4] if last else requests, *more, **named)
         if last:
             os.kill(*stop)
@@ -270,8 +239,7 @@ def test_a_stopped_run_goes_on_to_the_same_weights(
         patched.setattr(Training, "run_step", step_and_stop)
         distil(target, prompts, parts, *words, code=143)
     assert f"{parts} holds the draft of step 6, which --draft takes as it is" in capfd.readouterr().err
-    norm = "norm.weight" if "head" in words else "model.norm.weight"
-    assert load_file(parts / "model.safetensors")[norm].dtype == torch.bfloat16
+    assert load_file(parts / "model.safetensors")["norm.weight"].dtype == torch.bfloat16
     assert len(generate(target, str(parts), prompts, tmp_path / "early.jsonl")) == len(PROMPTS)
     (parts / "checkpoint").rename(parts / ".checkpoint.before")  # as kill -9 between two renames leaves it
     capfd.readouterr()
@@ -312,9 +280,9 @@ def test_a_run_that_is_killed_leaves_the_best_draft_so_far(
     monkeypatch.setattr(command._Distilling, "_measure", measure)
     monkeypatch.setattr(command._Distilling, "_publish", noted)
     monkeypatch.setattr(Training, "run_step", step_and_die)
-    distil(target, prompts, tmp_path / "draft", "--layers", "1", "--steps", "8", code=1)
+    distil(target, prompts, tmp_path / "draft", "--vocab", "150", "--steps", "8", code=1)
     assert published == [2]
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "draft").config.num_hidden_layers == 1
+    assert len(generate(target, str(tmp_path / "draft"), prompts, tmp_path / "early.jsonl")) == len(PROMPTS)
 
 
 @pytest.mark.parametrize(
@@ -325,28 +293,29 @@ def test_a_run_that_is_killed_leaves_the_best_draft_so_far(
     ],
 )
 def test_the_verdict(speed: Speed, said: str) -> None:
-    assert said in run_report.verdict(speed, "model")
+    assert said in run_report.verdict(speed)
     begin = "this draft pays" if speed.drafted > speed.plain else "this draft does not"
-    assert run_report.verdict(speed, "model").startswith(begin)
-    assert "--layers" not in run_report.verdict(speed, "head")
+    assert run_report.verdict(speed).startswith(begin)
 
 
 @pytest.mark.parametrize("words", [[], ["--trust-remote-code", "target"]], ids=["plain", "trusted"])
 def test_code_of_a_checkpoint_runs_on_demand(
     target: str, prompts: str, tmp_path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the target, and of the draft that is made of it."""
-    found: list[bool] = []
-    plan = SimpleNamespace(dtype="auto", quantize=None, decode="sample", num_beams=4, form="head")
+    """Of the target. A head is no code."""
+    trusted: list[bool] = []
+    plan: Any = SimpleNamespace(
+        target=target, chat=False, dtype="auto", quantize=None, decode="sample", num_beams=MethodConfig().num_beams
+    )
 
     def told(self: Any) -> None:
-        found.extend([self._spec.trust_remote_code, self._draft_spec(target, "float32").trust_remote_code])
-        self._record = SimpleNamespace(plan=plan)
-        assert self._as_trained() == words
+        trusted.append(self._spec.trust_remote_code)
 
     monkeypatch.setattr(command._Distilling, "run", told)
     distil(target, prompts, tmp_path / "draft", *words)
-    assert found == [bool(words)] * 2
+    assert trusted == [bool(words)]
+    said = run_report.generate_words(plan, Path("head"), trusted=trusted[0])
+    assert said == ["dsbd", "generate", "--target", target, "--draft", "head", *words]
 
 
 def test_a_prompt_that_cannot_be_answered_is_left_out(
@@ -371,7 +340,7 @@ def test_a_held_out_prompt_that_cannot_be_answered_is_left_out(
     path = tmp_path / "prompts.jsonl"
     long = json.dumps({"id": "long", "prompt": "fox " * 2000})
     path.write_text("\n".join([*PROMPTS[:7], long, *PROMPTS[8:16]]) + "\n")
-    distil(target, str(path), tmp_path / "draft", "--layers", "1", "--steps", "1")
+    distil(target, str(path), tmp_path / "draft", "--vocab", "150", "--steps", "1")
     out, err = capfd.readouterr()
     assert "left out, because they cannot be answered: 1 held-out prompt, the first with id 'long': prompt has " in err
     assert "measured on 1 held-out prompt: " in out
@@ -381,7 +350,7 @@ def test_prompts_go_through_the_chat_template_where_that_is_asked_for(
     target: str, prompts: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The target learns nothing of a chat from bare prompts, so bare prompts are told of."""
-    chat, few = tmp_path / "chat", ["--layers", "1", "--steps", "1"]
+    chat, few = tmp_path / "chat", ["--vocab", "150", "--steps", "1"]
     shutil.copytree(target, chat)
     (chat / "chat_template.jinja").write_text("fox: {% for message in messages %}{{ message.content }}{% endfor %}")
     first = {}
@@ -407,15 +376,13 @@ def test_prompts_go_through_the_chat_template_where_that_is_asked_for(
         ("-i {p} -o {o} --threads 1025", "--threads is 1025, but must be at most 1024"),
         ("-i {p} -o {o} --learning-rate 0", "--learning-rate is 0, but must be above 0 and below 1"),
         ("-i {p} -o {o} --learning-rate 2", "--learning-rate is 2, but must be above 0 and below 1"),
-        ("-i {p} -o {o} --layers 3", "--layers is 3, but the target has 3"),
-        ("-i {p} -o {o} --hidden-size 20", "--hidden-size is 20, but must be a multiple of 16"),
-        ("-i {p} -o {o} --form head --layers 2", "--layers would do nothing, because a head is one layer"),
-        ("-i {p} -o {o} --form head --hidden-size 16", "--hidden-size would do nothing, because a head is one layer"),
-        ("-i {p} -o {o} --layers 1 --vocab 100", "--vocab would do nothing, because --form model keeps all tokens"),
+        ("-i {p} -o {o} --form model", "--form is 'model', but distill makes draft heads alone: drop it, or give"),
+        ("-i {p} -o {o} --layers 2", "No such option: --layers"),
+        ("-i {p} -o {o} --hidden-size 16", "No such option: --hidden-size"),
         ("-i {p} -o {o} --vocab 3", "--vocab is 3, but must be 64 or more"),
         ("-i {p} -o {o} --device cuda:99", "device 'cuda:99' is not there"),
         ("-i {p} -o {o} --device cpu,cpu", "--device names cpu for the draft, but a head runs where its target does"),
-        ("-i {p} -o {o} --form tail", "--form is 'tail', but must be one of head, model"),
+        ("-i {p} -o {o} --form head --vocab 3", "--vocab is 3, but must be 64 or more"),
         ("-i {p} -o {o} --num-beams 0", "--num-beams is 0, but must be 1 or more"),
         ("-i {p} -o {o} --seed -1", "seed is -1, but must be an integer from 0"),
         ("-i {p} -o {o} --decode search --seed -1", "--seed is -1, but must be an integer from 0"),

@@ -23,7 +23,7 @@ from llguidance import LLMatcher
 from pydantic import BaseModel, Field, TypeAdapter
 from typing_extensions import TypedDict
 
-from dsbd_cli.config.grammar_trial import byte_tokenizer
+from dsbd_cli.config.child import byte_tokenizer
 from dsbd_cli.config.grammars import Grammar
 from dsbd_cli.config.schema_checks import SchemaCheck
 from dsbd_cli.errors import UsageError

@@ -12,7 +12,7 @@ import pytest
 from jsonschema import Draft202012Validator
 from llguidance import LLMatcher
 
-from dsbd_cli.config.grammar_trial import byte_tokenizer
+from dsbd_cli.config.child import byte_tokenizer
 from dsbd_cli.config.grammars import Grammar
 from dsbd_cli.errors import UsageError
 

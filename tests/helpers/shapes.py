@@ -131,13 +131,13 @@ def layer_launches() -> list[Launch]:
         for dtype in (torch.bfloat16, torch.float32):
             for width in WIDTHS:
                 x = torch.empty(2, width, dtype=dtype)
-                layers.norm._init_fn(x, x, x[0], 1e-5, False)
+                layers.norm_op._init_fn(x, x, x[0], 1e-5, False)
             for gelu in (False, True):
                 layers.gated._init_fn(torch.empty(2, 2 * WIDTHS[-1], dtype=dtype), gelu)
             both, angles = torch.empty(1, 3, (32 + 2 * 8) * 128, dtype=dtype), torch.empty(1, 3, 128, dtype=dtype)
             slots, planes = torch.empty(3, dtype=torch.int64), torch.empty(1, 16, 8, 128, dtype=dtype)
-            layers.rotate._init_fn(both, angles, angles, slots, planes, planes)
-            layers.rotate._init_fn(both, angles, angles, slots, planes, planes, angles, angles, 1e-6, False)
+            layers.rotate_op._init_fn(both, angles, angles, slots, planes, planes)
+            layers.rotate_op._init_fn(both, angles, angles, slots, planes, planes, angles, angles, 1e-6, False)
     return found
 
 

@@ -345,7 +345,7 @@ def _trimmed(stats: RequestStats) -> dict[str, object]:
 
 _MEASURED = Measurement(DraftAcceptance(2.5, (0.75, 0.5)), Speed(10.0, 12.5, "K = 4, D = 2"))
 _DISTILLED = Record(
-    TrainingPlan("t", "head", 1, None, 200, 40, 1e-3, "sample", 2, 64, 5, "float32", "ab12"), True, 21, 24,
+    TrainingPlan("t", 200, 40, 1e-3, "sample", 2, 64, 5, "float32", "ab12"), True, 21, 24,
     [Milestone(0, None, Measurement(None)), Milestone(40, 1.25, _MEASURED, _MEASURED)],
 )  # fmt: skip
 

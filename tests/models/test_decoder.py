@@ -43,10 +43,11 @@ from dsbd_cli.models.forest_model import BaseForestModel, StateTap, unsupported
 from dsbd_cli.models.load_model import load_model
 from dsbd_cli.models.verdicts import Verdict
 from dsbd_cli.ops.cpu import linear
-from dsbd_cli.ops.cpu.program import Arena, Program
-from dsbd_cli.ops.cpu.runtime import cache_folder
+from dsbd_cli.ops.cpu.program import loop
+from dsbd_cli.ops.run import Arena, Program
 from dsbd_cli.ops.select import packing_works
 from dsbd_cli.requests import Request
+from dsbd_cli.user_cache import cache_folder
 from tests.helpers.checkpoints import numbers, save
 from tests.helpers.kernels import only, refuse, replaced, serves
 from tests.helpers.toys import NumberCodec
@@ -734,7 +735,7 @@ def test_a_program_must_be_given_all_of_it(forgotten: str, monkeypatch: pytest.M
 
 def test_results_of_torch_in_a_program_have_no_gaps() -> None:
     """Guards kernels that go by a result's shape, where torch gave it in another order; several results."""
-    program, given = Program(Arena()), torch.arange(6.0).view(2, 3)
+    program, given = Program(Arena(), loop), torch.arange(6.0).view(2, 3)
     program.begin(0)
     turned = program.compute(given.t)
     assert turned.is_contiguous()

@@ -26,9 +26,9 @@ from torch import Tensor
 
 from dsbd_cli.ops import reference, select
 from dsbd_cli.ops.cpu import layer
-from dsbd_cli.ops.cpu.program import Arena
 from dsbd_cli.ops.cpu.runtime import FLOATS
 from dsbd_cli.ops.processor import VARIABLE, Processor, current, possible
+from dsbd_cli.ops.run import Arena
 
 ROOT = Path(__file__).parents[2]
 THREADS = 1, 2, 3
@@ -69,12 +69,10 @@ def check_rows(
 
 def norm(op: Any, dtype: torch.dtype) -> None:
     for width, adds, unit_offset in itertools.product((48, 272), (False, True), (False, True)):
-        x, weight = normal(dtype, 150, 2 * width) * 3, normal(dtype, width, seed=2)
+        x, rms = normal(dtype, 150, 2 * width) * 3, reference.Norm(normal(dtype, width, seed=2), 1e-5, unit_offset)
 
-        def run(
-            rows: Tensor, norm: Any = op, width: int = width, adds: bool = adds, more: Any = (weight, 1e-5, unit_offset)
-        ) -> Tensor:
-            normed, summed = norm(rows[:, :width], rows[:, width:] if adds else None, *more)
+        def run(rows: Tensor, norm: Any = op, width: int = width, adds: bool = adds, rms: Any = rms) -> Tensor:
+            normed, summed = norm(rms, rows[:, :width], rows[:, width:] if adds else None)
             return torch.cat((normed, summed), 1) if adds else normed
 
         check_rows(run, x, run(x, reference.norm), CLOSE[dtype])
@@ -93,9 +91,9 @@ def rotate(op: Any, dtype: torch.dtype) -> None:
     rows, heads, kv_heads, dim = 40, 6, 2, 96
     width = (heads + 2 * kv_heads) * dim
     both, turns = normal(dtype, rows, 2 * width + 32), normal(torch.float32, rows, 2, dim, seed=1)
-    norms = (), (normal(dtype, dim, seed=3), normal(dtype, dim, seed=4), 1e-5, True)
+    pair = [reference.Norm(normal(dtype, dim, seed=seed), 1e-5, True) for seed in (3, 4)]
     slots = torch.randperm(9 * rows, generator=torch.Generator().manual_seed(2))[: 2 * rows]
-    for more, shared in itertools.product(norms, (False, True)):
+    for more, shared in itertools.product(((), (pair,)), (False, True)):
 
         def run(x: Tensor, rotate: Any = op, more: Any = more, shared: bool = shared) -> Tensor:
             count = len(x)
@@ -120,14 +118,12 @@ def rotate(op: Any, dtype: torch.dtype) -> None:
 
 def program(op: Any, dtype: torch.dtype) -> None:
     """What is recorded, run twice, on other numbers the second time."""
-    recorded, x, weight = op(Arena()), normal(dtype, 150, 288), normal(dtype, 288, seed=1)
-    recorded.begin(0)
-    out = layer.gated(layer.norm(x, None, weight, 1e-5, False, recorded)[0], False, recorded)
-    recorded.close()
+    x, rms = normal(dtype, 150, 288), reference.Norm(normal(dtype, 288, seed=1), 1e-5)
+    recorded, out = Arena().record(op, lambda: layer.gated(layer.norm(rms, x)[0], False))
     for seed in (2, 3):
         x.copy_(normal(dtype, 150, 288, seed=seed))
         recorded.run()
-        assert torch.equal(out, layer.gated(layer.norm(x, None, weight, 1e-5, False)[0], False))
+        assert torch.equal(out, layer.gated(layer.norm(rms, x)[0], False))
 
 
 def linear(op: Any, dtype: torch.dtype) -> None:

@@ -1,4 +1,4 @@
-"""Distributions of answers and the divergence from them, against plain sums; batches; students of several families."""
+"""Distributions of answers and the divergence from them, against plain sums; batches; targets that take no head."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from torch import Tensor
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import ModelError, UnsupportedModelError, UsageError
 from dsbd_cli.models.load_model import load_model
-from dsbd_cli.train import distributions, training
-from dsbd_cli.train.distributions import Teacher, TopDistribution, divergence
-from dsbd_cli.train.student import StudentShape, new_student, student_shape
+from dsbd_cli.train import distributions
+from dsbd_cli.train.distributions import Teacher, answer_logits, divergence
+from dsbd_cli.train.head import head_vocabulary
 from dsbd_cli.train.target_answers import AnswerTokens
-from dsbd_cli.train.training import Recipe, Training
+from dsbd_cli.train.training import Recipe
+from tests.helpers.answers import chain
 from tests.helpers.checkpoints import save
 from tests.helpers.tiny import V, build
 
 ANSWERS = [
-    AnswerTokens((5, 9, 11), (7, 3, 20, 2)),
-    AnswerTokens((5,), (8, 8)),
-    AnswerTokens((30, 31, 32, 33, 34, 35), (40, 41, 42)),
-    AnswerTokens((12, 13), (50,)),
+    chain((5, 9, 11), (7, 3, 20, 2)),
+    chain((5,), (8, 8)),
+    chain((30, 31, 32, 33, 34, 35), (40, 41, 42)),
+    chain((12, 13), (50,)),
 ]
 
 
@@ -42,27 +43,39 @@ def plain_logs(model: Any, answer: AnswerTokens) -> Tensor:
     """[n, V] of a transformers model without any of our code."""
     ids = torch.tensor([[*answer.prompt, *answer.tokens]])
     logs: Tensor = model(input_ids=ids, use_cache=False).logits[0].log_softmax(-1)
-    return logs[len(answer.prompt) - 1 : -1]
+    return logs[len(answer.prompt) - 1 :]
+
+
+def teacher_of(target: Any, kept_bytes: int | None = None) -> Teacher:
+    """A teacher of heads that keep all tokens."""
+    return Teacher(target, [0], torch.arange(target.vocab_size), kept_bytes)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3 window", "lfm2", "mamba2"])
-def test_a_distribution_is_the_targets(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_are_the_targets(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards prefill, chunks of an answer, recurrent layers, and which token a distribution belongs to."""
     monkeypatch.setattr(distributions, "CHUNK", 2)
     target, _ = load_model(spec_of(save(tmp_path / "model", family)))
     model = build(family).to(torch.bfloat16).float()
-    teacher = Teacher(target)
+    for answer in ANSWERS:
+        logits = torch.cat(list(answer_logits(target, answer)))
+        torch.testing.assert_close(logits.log_softmax(-1), plain_logs(model, answer), atol=2e-4, rtol=1e-4)
+
+
+def test_a_distribution_is_the_targets(checkpoint: Path) -> None:
+    target, _ = load_model(spec_of(checkpoint))
+    model, teacher = build("llama").to(torch.bfloat16).float(), teacher_of(target)
     for answer in ANSWERS:
         distribution, plain = teacher.distribution(answer), plain_logs(model, answer)
         best = plain.topk(distributions.TOP, -1)
-        assert distribution.logs.shape == (len(answer.tokens), distributions.TOP)
+        assert distribution.logs.shape == (answer.learnt, distributions.TOP)
         torch.testing.assert_close(distribution.logs, best.values, atol=2e-4, rtol=1e-4)
         torch.testing.assert_close(plain.gather(1, distribution.ids.long()), distribution.logs, atol=2e-4, rtol=1e-4)
 
 
 def test_a_distribution_has_the_same_bits_whenever_it_is_computed(checkpoint: Path) -> None:
     target, _ = load_model(spec_of(checkpoint))
-    kept, forgetful = Teacher(target), Teacher(target, kept_bytes=0)
+    kept, forgetful = teacher_of(target), teacher_of(target, kept_bytes=0)
     first = [kept.distribution(answer) for answer in ANSWERS]
     for answer, distribution in reversed(list(zip(ANSWERS, first, strict=True))):
         assert kept.distribution(answer) is distribution
@@ -76,9 +89,9 @@ def test_distributions_are_kept_in_a_third_of_the_free_memory(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, _ = load_model(spec_of(checkpoint))
-    size = Teacher(target).distribution(ANSWERS[0]).held_bytes
+    size = teacher_of(target).distribution(ANSWERS[0]).held_bytes
     monkeypatch.setattr(distributions, "free_bytes", lambda _: 3 * size)
-    teacher = Teacher(target)
+    teacher = teacher_of(target)
     first, second = (teacher.distribution(answer) for answer in ANSWERS[:2])
     assert teacher.distribution(ANSWERS[0]) is first
     assert teacher.distribution(ANSWERS[1]) is not second
@@ -95,7 +108,7 @@ def test_a_forward_that_fails_leaves_no_cache(checkpoint: Path, monkeypatch: pyt
     monkeypatch.setattr(target, "forward", fail)
     monkeypatch.setattr(target, "release", lambda: calls.append("release"))
     with pytest.raises(torch.OutOfMemoryError):
-        Teacher(target).distribution(ANSWERS[0])
+        teacher_of(target).distribution(ANSWERS[0])
     assert calls == ["release", "forward", "release"]
 
 
@@ -127,39 +140,6 @@ def test_all_tokens_kept_leave_no_number_undefined() -> None:
     assert bool(draft.grad.isfinite().all())
 
 
-class Known(Teacher):
-    """A teacher whose distributions are given."""
-
-    def __init__(self) -> None:
-        super().__init__(None)  # type: ignore[arg-type]
-
-    def _compute(self, answer: AnswerTokens) -> TopDistribution:
-        generator = torch.Generator().manual_seed(sum(answer.tokens))
-        best = torch.randn(len(answer.tokens), V, generator=generator).log_softmax(-1).topk(8, -1)
-        return TopDistribution(best.indices.to(torch.int32), best.values)
-
-
-def test_a_step_does_not_depend_on_how_its_answers_are_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One forward for all answers, padded, or one for each: the same loss and gradients."""
-    monkeypatch.setattr(training, "BATCH", len(ANSWERS))
-    found = []
-    for most in (1 << 30, 1):
-        monkeypatch.setattr(training, "LOGIT_BYTES", most)
-        student = build("llama").requires_grad_(True)
-        run = Training(student, Known(), ANSWERS, Recipe(10, 1e-3, 0, autocast=False))
-        found.append((len(run._parts(list(ANSWERS))), run.run_step(), student.get_input_embeddings().weight.detach()))
-    (one, loss, weights), (many, other_loss, others) = found
-    assert (one, many) == (1, len(ANSWERS))
-    assert loss == pytest.approx(other_loss, rel=1e-5)
-    torch.testing.assert_close(weights, others, atol=1e-4, rtol=1e-4)
-    by_hand = sum(
-        divergence(plain_logs(build("llama"), one), distribution.ids, distribution.logs).sum().item()
-        for one in ANSWERS
-        for distribution in [Known().distribution(one)]
-    )
-    assert loss == pytest.approx(by_hand / sum(len(one.tokens) for one in ANSWERS), rel=1e-4)
-
-
 def test_every_answer_is_learnt_once_before_any_twice() -> None:
     recipe = Recipe(100, 1e-3, 7, autocast=False)
     places = [place for step in range(20) for place in recipe.places(step, 20)]
@@ -176,62 +156,20 @@ def test_the_learning_rate_rises_stays_and_falls() -> None:
     assert Recipe(1, 1.0, 0, autocast=False).rate(0) == 1.0
 
 
-FAMILIES = ["llama", "gpt2", "opt", "gemma3 window", "gpt-oss window", "qwen3", "lfm2"]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_cut_student_has_the_targets_own_weights(family: str, tmp_path: Path) -> None:
-    more = {"n_layer": 3} if family == "gpt2" else {"num_hidden_layers": 3}
-    if "window" in family:
-        more["layer_types"] = ["sliding_attention", "full_attention", "sliding_attention"]  # type: ignore[assignment]
-    spec = spec_of(save(tmp_path / "model", family, **more))
-    target = build(family, **more).to(torch.bfloat16).float().state_dict()
-    student = new_student(spec, student_shape(spec, 2, None), 0)
-    kept = student.state_dict()
-    assert 0 < len(kept) < len(target)
-    for name, weights in kept.items():
-        assert torch.equal(weights, target[name]), name
-    assert all(one.requires_grad for one in student.parameters())
-
-
-def test_a_small_llama_begins_with_the_targets_embeddings(checkpoint: Path) -> None:
-    """Distances between tokens survive on 16 of 32 axes as well as on any: the projection is the best there is."""
+def test_targets_and_sizes_that_take_no_head(tmp_path: Path, checkpoint: Path) -> None:
     spec = spec_of(checkpoint)
-    shape = student_shape(spec, None, 16)
-    assert shape == StudentShape(2, 16)
-    student, again = (new_student(spec, shape, seed) for seed in (1, 1))
-    for one, other in zip(student.parameters(), again.parameters(), strict=True):
-        assert torch.equal(one, other)
-    table = student.get_input_embeddings().weight.detach()  # type: ignore[operator]
-    full = build("llama").to(torch.bfloat16).float().get_input_embeddings().weight
-    assert table.shape == (V, 16)
-    inner, wanted = table @ table.T, full @ full.T
-    inner = inner * (inner * wanted).sum() / inner.square().sum()
-    values = torch.linalg.svdvals(full.double())
-    left_out = (values[16:] ** 4).sum().sqrt()  # Eckart and Young
-    assert (inner - wanted).double().norm().item() == pytest.approx(left_out.item(), rel=0.05)
-
-
-def test_sizes_that_make_no_draft(tmp_path: Path, checkpoint: Path) -> None:
-    spec = spec_of(checkpoint)
-    for layers, size, message in [
-        (2, None, "--layers is 2, but the target has 2: a draft of its own layers has fewer"),
-        (0, None, "--layers is 0, but must be 1 or more"),
-        (None, 20, "--hidden-size is 20, but must be a multiple of 16, at most the target's 32"),
-        (None, 48, "--hidden-size is 48, but must be a multiple of 16, at most the target's 32"),
-    ]:
-        with pytest.raises(UsageError, match=message):
-            student_shape(spec, layers, size)
-    assert student_shape(spec, None, None) == StudentShape(1, None, V)
-    assert student_shape(spec, None, None, "model") == StudentShape(1, None)
+    assert (head_vocabulary(spec, None), head_vocabulary(spec, 64)) == (V, 64)
+    with pytest.raises(UsageError, match="--vocab is 63, but must be 64 or more"):
+        head_vocabulary(spec, 63)
+    other = spec_of(save(tmp_path / "other", "gpt2"))
+    with pytest.raises(UnsupportedModelError, match="a head begins as a layer of a standard decoder, but "):
+        head_vocabulary(other, None)
     one = save(tmp_path / "one", num_hidden_layers=1)
-    with pytest.raises(UsageError, match="has 1 layer, so no draft can be cut from it: give --hidden-size"):
-        student_shape(spec_of(one), None, None, "model")
     config = one / "config.json"
     text = config.read_text()
     config.write_text(text.replace('"model_type"', '"quantization_config": {"quant_method": "gptq"}, "model_type"'))
     with pytest.raises(ModelError, match="is quantized, and quantized layers cannot be trained"):
-        student_shape(spec_of(one), None, None, "model")
+        head_vocabulary(spec_of(one), None)
     config.write_text(text.replace('"model_type": "llama"', '"model_type": "t5", "num_layers": 1'))
     with pytest.raises(UnsupportedModelError, match="has an encoder"):
-        student_shape(spec_of(one), None, None, "model")
+        head_vocabulary(spec_of(one), None)

@@ -17,10 +17,11 @@ from dsbd_cli.io.lines.jsonl import LineWriter
 from dsbd_cli.models.heads.load import load_head
 from dsbd_cli.models.load_model import load_model
 from dsbd_cli.train.compare import with_draft
-from dsbd_cli.train.distributions import HeadTeacher, Teacher, divergence, likely_tokens
+from dsbd_cli.train.distributions import Teacher, divergence, likely_tokens
 from dsbd_cli.train.head import HeadStudent, Trees, new_head, read_head, tapped_layers
 from dsbd_cli.train.target_answers import AnswerTokens, make_answers, read_answers
-from dsbd_cli.train.training import UNROLLED, HeadTraining, Recipe
+from dsbd_cli.train.training import UNROLLED, Recipe, Training
+from tests.helpers.answers import chain
 from tests.helpers.toys import NumberCodec, table_pair
 from tests.models.decoders import V, build_decoder, save_decoder
 from tests.models.heads.checkpoints import LAYERS, ScalarHead
@@ -28,7 +29,7 @@ from tests.models.heads.checkpoints import LAYERS, ScalarHead
 IDS = torch.tensor([*range(1, 30), *range(40, 80)])
 # a tree: 7 and 8 follow the prompt, 9 and 10 the 7, 11 the 8, 12 the 10, 13 the 12; and an answer of a short prompt
 TREE = AnswerTokens((5, 9, 11), (7, 8, 9, 10, 11, 12, 13), (-1, -1, 0, 0, 1, 3, 5))
-ANSWERS = [TREE, AnswerTokens((4,), (20, 21, 22, 23, 24)), AnswerTokens((30, 31, 32, 33, 34), (40, 41))]
+ANSWERS = [TREE, chain((4,), (20, 21, 22, 23)), chain((30, 31, 32, 33, 34), (40,))]
 
 
 @pytest.fixture(scope="module")
@@ -67,10 +68,9 @@ def test_each_step_is_the_layer_that_a_running_head_drafts(spec: ModelSpec, targ
     head = shaken(spec)
     config = {"transformer_layer_config": head.layer}
     plain = ScalarHead(dict(head.state_dict()), config, build_decoder("llama", num_hidden_layers=LAYERS), head.taps)
-    teacher, compared = HeadTeacher(target, head.taps, IDS), [0] * UNROLLED
+    teacher, compared = Teacher(target, head.taps, IDS), [0] * UNROLLED
     for some in [ANSWERS] if together else [[one] for one in ANSWERS]:
-        states = [teacher.distribution(one).states for one in some]
-        trees = Trees.of(some, [one for one in states if one is not None])
+        trees = Trees.of(some, [teacher.distribution(one).states for one in some])
         for step, (logits, real) in enumerate(head.unrolled(trees, UNROLLED)):
             for row, one in enumerate(some):
                 last = len(one.prompt) - 1
@@ -110,9 +110,8 @@ def test_what_is_written_is_what_was_trained(spec: ModelSpec, target: Any, tmp_p
     target.forward(batch, logits=False)
     given = found.forward(batch)
     target.tap(None)
-    states = HeadTeacher(target, head.taps, IDS).distribution(ANSWERS[1]).states
+    states = Teacher(target, head.taps, IDS).distribution(ANSWERS[1]).states
     assert given is not None
-    assert states is not None
     wanted, _ = next(head.unrolled(Trees.of(ANSWERS[1:2], [states]), 1))
     torch.testing.assert_close(given, wanted.detach(), atol=2e-4, rtol=2e-4)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -157,7 +156,7 @@ def test_a_new_head_is_the_targets_last_layer(spec: ModelSpec) -> None:
 def test_a_head_learns_and_its_rows_stay(autocast: bool, spec: ModelSpec, target: Any) -> None:
     head = new_head(spec, IDS, 0)
     rows = head.lm_head.weight.clone()
-    run = HeadTraining(head, HeadTeacher(target, head.taps, IDS), ANSWERS, Recipe(60, 3e-3, 0, autocast=autocast))
+    run = Training(head, Teacher(target, head.taps, IDS), ANSWERS, Recipe(60, 3e-3, 0, autocast=autocast))
     losses = [run.run_step() for _ in range(60)]
     assert losses[-1] < 0.3 * losses[0]
     assert torch.equal(head.lm_head.weight, rows)
@@ -173,14 +172,13 @@ def test_a_step_of_a_head_does_not_depend_on_how_its_answers_are_put_together(
     for most in (1 << 30, 1):
         monkeypatch.setattr(training, "HEAD_BYTES", most)
         head = shaken(spec)
-        run = HeadTraining(head, HeadTeacher(target, head.taps, IDS), ANSWERS, Recipe(10, 1e-3, 0, autocast=False))
+        run = Training(head, Teacher(target, head.taps, IDS), ANSWERS, Recipe(10, 1e-3, 0, autocast=False))
         assert len(run._parts(list(ANSWERS))) == (1 if most > 1 else len(ANSWERS))
         losses.append(run.run_step())
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     head, found, weights = shaken(spec), 0.0, 0.0
-    laws = [HeadTeacher(target, head.taps, IDS).distribution(one) for one in ANSWERS]
+    laws = [Teacher(target, head.taps, IDS).distribution(one) for one in ANSWERS]
     for one, law in zip(ANSWERS, laws, strict=True):
-        assert law.states is not None
         for step, (logits, real) in enumerate(head.unrolled(Trees.of([one], [law.states]), UNROLLED)):
             apart = divergence(logits[0], law.ids, law.logs)[real[0]]
             found, weights = found + 0.8**step * apart.sum().item(), weights + 0.8**step * len(apart)
@@ -195,9 +193,9 @@ def test_long_prompts_go_through_a_head_one_by_one(
 
     monkeypatch.setattr(training, "HEAD_BYTES", 600_000)
     head = shaken(spec)
-    run = HeadTraining(head, HeadTeacher(target, head.taps, IDS), ANSWERS, Recipe(10, 1e-3, 0, autocast=False))
+    run = Training(head, Teacher(target, head.taps, IDS), ANSWERS, Recipe(10, 1e-3, 0, autocast=False))
     for length, parts in ((4, 1), (400, 4)):
-        answers = [AnswerTokens(tuple(range(length)), (20, 21, 22 + one)) for one in range(4)]
+        answers = [chain(tuple(range(length)), (20, 21 + one)) for one in range(4)]
         assert len(run._parts(answers)) == parts
 
 
@@ -229,12 +227,10 @@ def test_the_teacher_of_a_head(spec: ModelSpec, target: Any, monkeypatch: pytest
     from dsbd_cli.train import distributions
 
     model, taps = build_decoder("llama", num_hidden_layers=LAYERS), tapped_layers(LAYERS)
-    teacher = HeadTeacher(target, taps, IDS, kept_bytes=0)
+    teacher = Teacher(target, taps, IDS, kept_bytes=0)
     mass = torch.zeros(V, dtype=torch.float64)
     for one in ANSWERS:
         found, again = teacher.distribution(one), teacher.distribution(one)
-        assert found.states is not None
-        assert again.states is not None
         for name in ("ids", "logs", "states"):
             assert torch.equal(getattr(found, name), getattr(again, name))
         last = len(one.prompt) - 1
@@ -249,14 +245,10 @@ def test_the_teacher_of_a_head(spec: ModelSpec, target: Any, monkeypatch: pytest
                 mass += said.logits[0, -1].double().softmax(-1)
     wanted = mass.topk(10).indices.sort().values
     assert likely_tokens(target, ANSWERS, 10).tolist() == wanted.tolist()
-    whole = HeadTeacher(target, taps, IDS).distribution(TREE)
+    whole = Teacher(target, taps, IDS).distribution(TREE)
     monkeypatch.setattr(distributions, "CHUNK", 3)
-    parts = HeadTeacher(target, taps, IDS).distribution(TREE)
+    parts = Teacher(target, taps, IDS).distribution(TREE)
     torch.testing.assert_close(parts.logs, whole.logs, atol=1e-4, rtol=1e-4)
-    stateless = Teacher(target)
-    assert stateless.distribution(ANSWERS[1]).states is None
-    with pytest.raises(AssertionError, match="keeps states"):
-        HeadTraining(new_head(spec, IDS, 0), stateless, ANSWERS, Recipe(10, 1e-3, 0, autocast=False)).run_step()
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -283,9 +275,7 @@ def test_trees_hold_the_live_beams(
     requests = [Request(id=str(i), seed=i, prompt_ids=(i % 5, i % 7), sampling=sampling) for i in range(8)]
     path = tmp_path / "answers.jsonl"
     with path.open("ab") as stream:
-        assert not make_answers(
-            engine, requests, LineWriter(stream, str(path), owned=False), lambda number: None, trees=True
-        )
+        assert not make_answers(engine, requests, LineWriter(stream, str(path), owned=False), lambda number: None)
     lines, answers = [json.loads(line) for line in path.read_text().splitlines()], read_answers(path)
     assert len(answers) == len(requests)
     for line, one in zip(lines, answers, strict=True):

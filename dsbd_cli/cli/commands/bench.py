@@ -16,7 +16,6 @@ from dsbd_cli.cli.options.bench_options import (
     DEFAULT_ROUNDS,
     DEFAULT_TASKS,
     BenchOutputs,
-    ChoiceOptions,
     DataOptions,
     SweepOptions,
 )
@@ -40,11 +39,10 @@ from dsbd_cli.errors import DsbdError, UsageError, as_utf8, option_name
 from dsbd_cli.io.lines.replace import write_atomically
 from dsbd_cli.io.records.cells import column_rules
 from dsbd_cli.io.records.reader import RowReader
-from dsbd_cli.lab.bench.choice import DEFAULT_TOLERANCE, curves, without_reference
 from dsbd_cli.lab.bench.methods import FUZZY_METHODS, METHODS
 from dsbd_cli.lab.bench.sweep import SweepPlan, choose_methods, plan, read_values
 from dsbd_cli.lab.tasks.choose import OF_LINES, OWN_TASK, open_dataset
-from dsbd_cli.lab.tasks.dataset import Dataset, with_dev, with_shots
+from dsbd_cli.lab.tasks.dataset import Dataset, with_shots
 from dsbd_cli.lab.tasks.spider import QUESTIONS, SCHEMAS
 from dsbd_cli.pick.execution import databases
 
@@ -58,7 +56,6 @@ if TYPE_CHECKING:
 def bench(
     data: DataOptions,
     sweep: SweepOptions,
-    choice: ChoiceOptions,
     pair: PairOptions,
     drawing: DrawOptions,
     answers: AnswerOptions,
@@ -78,30 +75,30 @@ def bench(
     data = _with_own_prompts(data)
     draft_wanted = has_draft(pair)
     records, shots = data.records or DEFAULT_RECORDS, data.shots or 0
-    dev_records = records if choice.dev_records is None else choice.dev_records
-    planned = _plan(sweep, draft_wanted, tuned=dev_records > 0)
-    chosen = _check_choice(choice, planned, dev_records, shots)
+    if data.dev_data is not None and not shots:
+        raise UsageError(f"--dev-data {data.dev_data} would do nothing without --shots: drop it")
+    planned = _plan(sweep, draft_wanted)
     sampling = _sampling(drawing, planned)
     settings = run_settings(pair, MethodOptions(), sampling, devices, chat=bool(data.chat), allow=answers.allow)
-    if draft_wanted and not any(one.drafts for one in planned.settings):
+    if draft_wanted and not any(setting.drafts for setting in planned.settings):
         refuse_idle("no method of --methods drafts", (f"--draft {pair.draft}", pair.draft))
     if settings.batch_size is None:
         raise UsageError("--batch-size auto would compare methods at different sizes: give a number")
     check_report_files(
-        {"--json": outputs.json, "--markdown": outputs.markdown, "--plot": outputs.plot},
-        [*_data_files(data), choice.dev_data, answers.allow, sweep.index, *_databases(data.score), *settings.files],
+        {"--json": outputs.json, "--plot": outputs.plot},
+        [*_data_files(data), data.dev_data, answers.allow, sweep.index, *_databases(data.score), *settings.files],
         existing=outputs.existing,
     )
-    datasets, notes = _datasets(data, choice, shots, settings.rows, chosen=chosen)
+    datasets, notes = _datasets(data, shots, settings.rows), list[str]()
     planned = _runnable(planned, sweep.methods, settings.rows, datasets)
     with StopSignals() as signals:
-        engine = settings.loader(drafts=any(one.drafts for one in planned.settings))()
+        engine = settings.loader(drafts=any(setting.drafts for setting in planned.settings))()
         # behind the load, which decides how soon threads sleep before torch is imported
         from dsbd_cli.lab.bench.prepare import BenchSpec
         from dsbd_cli.lab.bench.run import Bench
 
         if engine.info is not None and engine.info.draft_form is not None:
-            assisted = [one for one in planned.settings if METHODS[one.method].peer and one.drafts]
+            assisted = [setting for setting in planned.settings if METHODS[setting.method].peer and setting.drafts]
             planned = planned.without(
                 assisted, sweep.methods, "transformers runs neither a draft head nor a trimmed draft"
             )
@@ -118,9 +115,7 @@ def bench(
             seed=settings.rows.seed,
             data=None if data.data is None else as_utf8(str(data.data)),
             notes=(*planned.notes, *notes),
-            dev_records=dev_records,
             grammar=settings.rows.grammar,
-            tolerance=DEFAULT_TOLERANCE if choice.fuzzy_tolerance is None else choice.fuzzy_tolerance,
         )
         running = Bench(engine, spec, command=[str(word) for word in arguments] or ["bench"])
         signals.on_stop = running.stop
@@ -131,25 +126,18 @@ def bench(
         raise typer.Exit(ROWS_FAILED)
 
 
-def _plan(sweep: SweepOptions, draft: bool, *, tuned: bool) -> SweepPlan:
-    """Return the settings to run, with notes.
-
-    tuned: a threshold of rule fuzzy may be chosen on dev records. It needs a reference, a setting that samples from the
-    target's own distribution.
-    """
+def _plan(sweep: SweepOptions, draft: bool) -> SweepPlan:
+    """Return the settings to run, with notes."""
     lists = {
         name: read_values(option_name(name), name, text)
         for name, text in vars(sweep).items()
         if name not in ("methods", "index") and text is not None
     }
-    methods, index = sweep.methods, None if sweep.index is None else str(sweep.index)
+    methods = sweep.methods
     if methods is None and "fuzzy_threshold" in lists:
         methods = ",".join(FUZZY_METHODS)
     names, notes = choose_methods(methods, draft=draft, drafters=lists.get("drafter", ()))
-    planned = plan(names, lists, index)
-    if tuned and without_reference(planned.settings):
-        note = "beam-sampling is run as well, because a fuzzy threshold is chosen by what the target alone scores"
-        planned, notes = plan(["beam-sampling", *names], lists, index), (*notes, note)
+    planned = plan(names, lists, None if sweep.index is None else str(sweep.index))
     return dataclasses.replace(planned, notes=(*notes, *planned.notes))
 
 
@@ -158,7 +146,7 @@ def _runnable(planned: SweepPlan, methods: str | None, rows: RowReader, datasets
 
     Raises UsageError if --methods names such a method.
     """
-    asks = {what for one in datasets for what in one.asks}
+    asks = {what for dataset in datasets for what in dataset.asks}
     asks |= {"grammar"} if rows.grammar is not None else set()
     asks |= {"prefix"} if rows.sampling.prefix is not None else set()
     ours = (
@@ -169,34 +157,23 @@ def _runnable(planned: SweepPlan, methods: str | None, rows: RowReader, datasets
     )
     for what, verb in ours:
         if what in asks:
-            peers = [one for one in planned.settings if not isinstance(one.config, MethodConfig)]
+            peers = [setting for setting in planned.settings if not isinstance(setting.config, MethodConfig)]
             planned = planned.without(peers, methods, f"only methods of our own engine {verb}")
     if "greedy" in asks:
-        cannot_be_greedy = [one for one in planned.settings if not one.config.takes_greedy]
+        cannot_be_greedy = [setting for setting in planned.settings if not setting.config.takes_greedy]
         planned = planned.without(cannot_be_greedy, methods, "some line asks for temperature 0, which it does not take")
-    theirs = [one.name for one in planned.settings if one.config.samples and not isinstance(one.config, MethodConfig)]
+    theirs = [
+        setting.name
+        for setting in planned.settings
+        if setting.config.samples and not isinstance(setting.config, MethodConfig)
+    ]
     if "seed" in asks and theirs:
         note = f"{', '.join(theirs)}: transformers draws with the run's seed, not with a line's own"
         planned = dataclasses.replace(planned, notes=(*planned.notes, note))
-    if bare := next((one.name for one in datasets if one.execute is None), None):
-        running = [one for one in planned.settings if METHODS[one.method].pick == "exec"]
+    if bare := next((dataset.name for dataset in datasets if dataset.execute is None), None):
+        running = [setting for setting in planned.settings if METHODS[setting.method].pick == "exec"]
         planned = planned.without(running, methods, f"{bare} has no database to run SQL in")
     return planned
-
-
-def _check_choice(choice: ChoiceOptions, planned: SweepPlan, dev_records: int, shots: int) -> bool:
-    """Return whether a threshold of rule fuzzy is chosen. Raises UsageError for options of a choice that is not
-    made."""
-    tolerance = choice.fuzzy_tolerance
-    if tolerance is not None and not 0 <= tolerance <= 1:
-        raise UsageError(f"{option_name('fuzzy_tolerance')} is {tolerance:g}, but must be from 0 to 1")
-    several = bool(curves(planned.settings))
-    reason = "--dev-records is 0" if several else "no two values of --fuzzy-threshold are run"
-    for name, value in vars(choice).items():
-        if value is None or (several and (dev_records or name == "dev_records")) or (name == "dev_data" and shots):
-            continue
-        raise UsageError(f"{option_name(name)} {value} would do nothing, because {reason}: drop it")
-    return several and dev_records > 0
 
 
 def _sampling(drawing: DrawOptions, planned: SweepPlan) -> SamplingOptions:
@@ -204,10 +181,10 @@ def _sampling(drawing: DrawOptions, planned: SweepPlan) -> SamplingOptions:
 
     Raises UsageError for sampling options if no method samples, and for temperature 0 if some method does not take it.
     """
-    if not any(one.config.samples for one in planned.settings):
+    if not any(setting.config.samples for setting in planned.settings):
         drawn = ("temperature", "top_k", "top_p", "min_p", "seed")
-        refuse_idle("no method of --methods samples", *((option_name(one), getattr(drawing, one)) for one in drawn))
-    cannot_be_greedy = [one.name for one in planned.settings if not one.config.takes_greedy]
+        refuse_idle("no method of --methods samples", *((option_name(name), getattr(drawing, name)) for name in drawn))
+    cannot_be_greedy = [setting.name for setting in planned.settings if not setting.config.takes_greedy]
     if drawing.temperature == 0 and cannot_be_greedy:
         raise UsageError(
             f"--temperature is 0, which {cannot_be_greedy[0]} does not take: drop it, or take the method from --methods"
@@ -232,9 +209,9 @@ def _lack_template(engine: Engine, datasets: Sequence[Dataset], records: int) ->
     template. The others are not answered, so that the gold SQL of a record among them need not run."""
     has_template = engine.info is not None and engine.info.chat
     return has_template and any(
-        one.prompt and "messages" not in one.meta
+        record.prompt and "messages" not in record.meta
         for data in datasets
-        for one in itertools.islice(data.records(), records)
+        for record in itertools.islice(data.records(), records)
     )
 
 
@@ -251,26 +228,20 @@ def _databases(score: str | None) -> list[str]:
     return databases(template) if kind == "exec" else []
 
 
-def _datasets(
-    data: DataOptions, choice: ChoiceOptions, shots: int, rows: RowReader, *, chosen: bool
-) -> tuple[list[Dataset], list[str]]:
-    """Return the data sets, and notes about them.
-
-    rows: settings that lines inherit. chosen: thresholds are chosen on dev records, for which answers must be scored.
-    Raises UsageError.
-    """
+def _datasets(data: DataOptions, shots: int, rows: RowReader) -> list[Dataset]:
+    """Return the data sets. rows: settings that lines inherit. Raises UsageError."""
     names = [name.strip() for name in (DEFAULT_TASKS if data.task is None else data.task).split(",")]
-    for place, name in enumerate(names):
+    for index, name in enumerate(names):
         if not name:
             raise UsageError(
                 f"--task {data.task or repr(data.task)} names no task: write names with one comma between them"
             )
-        if name in names[:place]:
+        if name in names[:index]:
             raise UsageError(f"--task: {name} stands there twice: drop one")
     if data.data is not None and len(names) > 1:
         raise UsageError(f"--data {data.data} belongs to one task, but --task is {', '.join(names)}: name one")
-    if choice.dev_data is not None and data.data is None:
-        raise UsageError(f"--dev-data {choice.dev_data} goes with --input or --data, but neither is given")
+    if data.dev_data is not None and data.data is None:
+        raise UsageError(f"--dev-data {data.dev_data} goes with --input or --data, but neither is given")
     if data.chat is not None and not any(name in OF_LINES for name in names):
         own = " and ".join(names) + (" bring their" if len(names) > 1 else " brings its")
         raise UsageError(f"--chat would do nothing, because {own} own prompts: drop it")
@@ -279,26 +250,18 @@ def _datasets(
     columns = column_rules(data.columns, strict=rows.strict)
     opened = [
         open_dataset(
-            one, data.data, choice.dev_data, data.metric, data.files_under, data.score, rows=rows, columns=columns
+            name_of_task,
+            data.data,
+            data.dev_data,
+            data.metric,
+            data.files_under,
+            data.score,
+            rows=rows,
+            columns=columns,
         )
-        for one in names
+        for name_of_task in names
     ]
-    if shots:
-        opened = [with_shots(one, shots) for one in opened]
-    if not chosen:
-        return opened, []
-    found, notes = [], []
-    for dataset in opened:
-        if dataset.metrics:
-            found.append(with_dev(dataset))
-            continue
-        for name, value in vars(choice).items():
-            if value is not None:
-                given = f"{option_name(name)} {value}"
-                raise UsageError(f"{given} would do nothing, because answers of {dataset.name} are not scored: drop it")
-        found.append(dataset)
-        notes.append(f"{dataset.name}: answers are not scored, so no fuzzy threshold is chosen on dev records")
-    return found, notes
+    return [with_shots(dataset, shots) for dataset in opened] if shots else opened
 
 
 def _run(running: Bench, outputs: BenchOutputs) -> bool:
@@ -316,7 +279,7 @@ def _run(running: Bench, outputs: BenchOutputs) -> bool:
             raise failure
         say("stopped before anything was measured")
         return False
-    from dsbd_cli.lab.reports.bench_terminal import print_report
+    from dsbd_cli.lab.reports.bench_table import print_report
 
     try:
         _write(report, outputs)
@@ -338,13 +301,8 @@ def _write(report: BenchReport, outputs: BenchOutputs) -> None:
         from dsbd_cli.lab.reports.bench_json import json_lines
 
         write_atomically(outputs.json, json_lines(report))
-    if outputs.markdown is not None:
-        from dsbd_cli.lab.reports.bench_markdown import markdown_page
-
-        write_atomically(outputs.markdown, markdown_page(report).encode())
     if outputs.plot is not None:
-        from dsbd_cli.lab.reports.bench_plot import bench_figure
-        from dsbd_cli.lab.reports.style import picture_bytes
+        from dsbd_cli.lab.reports.bench_plot import bench_figure, picture_bytes
 
         write_atomically(outputs.plot, picture_bytes(bench_figure(report), outputs.plot.suffix))
 

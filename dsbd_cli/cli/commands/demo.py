@@ -86,7 +86,7 @@ def demo(pair: PairOptions, wanted: DemoOptions) -> None:
             talk.now("answering by transformers")
             theirs = [beside.theirs(prompt) for prompt in prompts]
     _show_theirs(screen, ours[0], theirs[0])
-    same = [_same(one, other) for one, other in zip(ours, theirs, strict=True)]
+    same = [_same(beams, other) for beams, other in zip(ours, theirs, strict=True)]
     if len(prompts) > 1:
         _show_others(screen, ours[1:], theirs[1:], sum(same[1:]))
     _show_next(screen, pair.target, chat=beside.chat)
@@ -101,8 +101,8 @@ def _prompts(builtin: bool) -> list[str]:
     return [record.prompt for task, count in SHOWN_TASKS for record in islice(shipped(task, "test"), count)]
 
 
-def _same(one: TimedBeams, other: TimedBeams) -> bool:
-    return [beam.token_ids for beam in one.beams] == [beam.token_ids for beam in other.beams]
+def _same(beams: TimedBeams, other: TimedBeams) -> bool:
+    return [beam.token_ids for beam in beams.beams] == [beam.token_ids for beam in other.beams]
 
 
 def _show_prompt(screen: Screen, beside: BesideTransformers, prompt: str) -> None:
@@ -133,14 +133,14 @@ def _show_ours(screen: Screen, answer: TimedBeams) -> None:
 
 def _show_theirs(screen: Screen, ours: TimedBeams, theirs: TimedBeams) -> None:
     """Show transformers' beams. A beam that is also among ours is named by its rank, any other with its text."""
-    known = {beam.token_ids: place for place, beam in enumerate(ours.beams)}
+    ranks = {beam.token_ids: rank for rank, beam in enumerate(ours.beams)}
     texts = []
-    for place, beam in enumerate(theirs.beams):
-        same = known.get(beam.token_ids)
+    for rank, beam in enumerate(theirs.beams):
+        same = ranks.get(beam.token_ids)
         if same is None:
             texts.append(_on_one_line(beam.text))
         else:
-            texts.append("the same beam" if same == place else f"beam {same + 1} of above")
+            texts.append("the same beam" if same == rank else f"beam {same + 1} of above")
     _show_beams(
         screen,
         f"transformers, {BEAMS} beams: {theirs.seconds:.2f} s",
@@ -165,8 +165,8 @@ def _show_beams(screen: Screen, title: str, remark: str, beams: Sequence[Beam], 
     screen.print()
     screen.print(Text.assemble((title, "bold"), f"; {remark}"))
     table = Table(box=None, expand=True, pad_edge=False, padding=(0, 1))
-    for place, beam in enumerate(beams):
-        table.add_column(Text(f"{place + 1}  score {beam.score:.4f}"), ratio=1, overflow="fold")
+    for rank, beam in enumerate(beams):
+        table.add_column(Text(f"{rank + 1}  score {beam.score:.4f}"), ratio=1, overflow="fold")
     table.add_row(*map(Text, texts))
     screen.print(table)
 

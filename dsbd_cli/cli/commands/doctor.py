@@ -54,24 +54,24 @@ def doctor(pair: PairOptions, loading: LoadOptions, wanted: DoctorOptions) -> No
 
     if not wanted.json:
         typer.echo(f"dsbd doctor, {utc_now()}\n")
-    found = []
+    results = []
     # libraries turn a KeyboardInterrupt in the middle of an import into errors of their own, which look broken
     with StopSignals() as signals:
         for check in check_up(settings.target, settings.draft, SECONDS):
             if signals.number is not None:
                 raise StoppedError(signals.number, early=True)
-            found.append(check)
+            results.append(check)
             if not wanted.json:
                 typer.echo(_shown(check))
-    broken = [check.name for check in found if check.state == "broken"]
+    broken = [check.name for check in results if check.state == "broken"]
     if wanted.json:
-        checks = {check.name: dataclasses.asdict(check) for check in found}
+        checks = {check.name: dataclasses.asdict(check) for check in results}
         document = {"schema": DOCTOR.id, "date": utc_now(), "broken": broken, "checks": checks}
         typer.echo(DOCTOR.page(document), nl=False)
     elif broken:
-        typer.echo(f"\n{len(broken)} of {len(found)} parts broken: {', '.join(broken)}")
+        typer.echo(f"\n{len(broken)} of {len(results)} parts broken: {', '.join(broken)}")
     else:
-        typer.echo(f"\nnothing broken in {len(found)} parts")
+        typer.echo(f"\nnothing broken in {len(results)} parts")
     if broken:
         raise typer.Exit(1)
 

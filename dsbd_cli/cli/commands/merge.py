@@ -56,18 +56,18 @@ def merge(
     with ExitStack() as stack:
         if output.exists():  # a run that is writing it would go on in a file without a name
             stack.enter_context(open_locked(output, create_only=False))
-        found, settings, created = _parts(parts, stack, partial=partial)
+        part_files, settings, created = _parts(parts, stack, partial=partial)
         indexed = settings.get("output_format") != "openai"
         # if no part has come to its end, the input has at most as many rows as bytes, unless it is compressed
         size = None if settings.get("input_compressed") else int(str(settings["input_bytes"]))
-        most = max([part.rows for part in found if part.rows is not None], default=size)
-        for part in found:
+        most = max([part.rows for part in part_files if part.rows is not None], default=size)
+        for part in part_files:
             scan(part, indexed=indexed, most=most)
-        missing = _missing_rows(found, indexed=indexed, partial=partial)
+        missing = _missing_rows(part_files, indexed=indexed, partial=partial)
         common: Settings = {name: value for name, value in settings.items() if name not in SHARD_SETTINGS}
-        _write(output, in_order(found) if indexed else one_after_another(found), common, created)
-    records, failed = sum(part.records for part in found), sum(part.failed for part in found)
-    of = f"{plural(records, 'record')} of {plural(len(found), 'part')}"
+        _write(output, in_order(part_files) if indexed else one_after_another(part_files), common, created)
+    records, failed = sum(part.records for part in part_files), sum(part.failed for part in part_files)
+    of = f"{plural(records, 'record')} of {plural(len(part_files), 'part')}"
     say(f"{output}: {of}" + (f", {failed} failed" if failed else ""))
     if failed or missing:
         raise typer.Exit(ROWS_FAILED)
@@ -96,7 +96,7 @@ def _parts(paths: Sequence[Path], stack: ExitStack, *, partial: bool) -> tuple[l
     stack: closes them. The settings and the time (Unix) are those of the first part; all parts must have the same
     settings. Raises UsageError if they do not belong together, OutputError if a part is being written.
     """
-    found: dict[int, PartFile] = {}
+    part_files: dict[int, PartFile] = {}
     first: tuple[Path, Settings, int] | None = None
     first_ended: tuple[Path, str] | None = None  # first part that has come to the end of its input, with a digest of it
     for path in paths:
@@ -113,12 +113,12 @@ def _parts(paths: Sequence[Path], stack: ExitStack, *, partial: bool) -> tuple[l
             int(str(settings["input_bytes"]))
         except (UsageError, LookupError, ValueError):
             raise UsageError(f"merge: {settings_file(path)} is not what dsbd wrote: {BESIDE}") from None
-        if shard.part in found:
-            raise UsageError(f"{found[shard.part].path} and {path} are both part {shard.part} of {shard.count}")
+        if shard.part in part_files:
+            raise UsageError(f"{part_files[shard.part].path} and {path} are both part {shard.part} of {shard.count}")
         if first is not None and (difference := _difference(first[1], settings)):
             raise UsageError(f"{first[0]} and {path} do not belong together: {difference}")
         first = first or (path, settings, created)
-        found[shard.part] = PartFile(path, stream, shard.part, shard.count, None if end is None else end.rows)
+        part_files[shard.part] = PartFile(path, stream, shard.part, shard.count, None if end is None else end.rows)
         if end is not None:
             first_ended = first_ended or (path, end.digest)
             if end.digest != first_ended[1]:
@@ -128,14 +128,14 @@ def _parts(paths: Sequence[Path], stack: ExitStack, *, partial: bool) -> tuple[l
         elif not partial:
             raise UsageError(f"{path} has not come to its end: go on with that part first, or take --partial")
     assert first is not None
-    count = next(iter(found.values())).count
-    if missing := [part for part in range(count) if part not in found]:
+    count = next(iter(part_files.values())).count
+    if missing := [part for part in range(count) if part not in part_files]:
         shown = ", ".join(map(str, missing[:SHOWN])) + (", ..." if len(missing) > SHOWN else "")
         message = f"{shown} of {count} {'is' if len(missing) == 1 else 'are'} missing"
         if not partial:
             raise UsageError(f"part {message}: give all parts, or take --partial")
         warn(f"part {message}")
-    return list(found.values()), first[1], first[2]
+    return list(part_files.values()), first[1], first[2]
 
 
 def _opened(path: Path, stack: ExitStack) -> BinaryIO:
@@ -152,7 +152,7 @@ def _difference(old: Settings, new: Settings) -> str | None:
     The number of parts and the input count, too.
     """
     names = {**TYPED, "shard": "N of --shard", "input_bytes": "the input's size", "input_head": "the input's beginning"}
-    before, now = ({**one, "shard": str(one["shard"]).partition("/")[2]} for one in (old, new))
+    before, now = ({**settings, "shard": str(settings["shard"]).partition("/")[2]} for settings in (old, new))
     return fingerprint_difference(before, now, names)
 
 

@@ -408,7 +408,11 @@ class _PickRun:
                 message = f"row {row.index} (id {row.id}) has one candidate: dsbd generate --n-best N reports more"
                 self._reporter.warn(message, kind="one candidate")
         if self._files.output_format == "lines":
-            texts = [one.text for one in row.candidates] if error is None else [""] * (self._files.candidates or 0)
+            texts = (
+                [candidate.text for candidate in row.candidates]
+                if error is None
+                else [""] * (self._files.candidates or 0)
+            )
             return [" ".join(text.split()).encode() for text in texts]
         if self._files.output_format == "text":
             return [b"" if choice is None else dump_line(row.candidates[choice.beam].text)[1:-1]]

@@ -68,7 +68,7 @@ class PromptOptions(RowFileOptions, ProfiledOptions):
 
 @dataclass(frozen=True)
 class ProfileOptions:
-    """Options of how long the profile may take, and what it writes besides the tables."""
+    """Options of how long the profile may take, and what it writes besides the table."""
 
     seconds: float | None = option(
         PROFILE,
@@ -132,11 +132,11 @@ def profile(
         with talking() as talk:
             render = _renderer(options, prompts)
             said = False if prompts.input is None else prompts.chat
-            shown, found = _measure(settings, requests, wanted, command, render, talk, signals, chat=said)
-        if found is not None:
-            _write(found, wanted)
+            shown, result = _measure(settings, requests, wanted, command, render, talk, signals, chat=said)
+        if result is not None:
+            _write(result, wanted)
         if signals.number is not None:
-            raise StoppedError(signals.number, early=found is None and not shown)
+            raise StoppedError(signals.number, early=result is None and not shown)
 
 
 def _requests(prompts: PromptOptions, settings: RunSettings, devices: DeviceOptions) -> tuple[Request, ...]:
@@ -153,21 +153,21 @@ def _requests(prompts: PromptOptions, settings: RunSettings, devices: DeviceOpti
         records = itertools.islice(itertools.chain.from_iterable(zip(*streams, strict=True)), count)
         return tuple(
             Request(
-                id=one.id,
-                seed=derive_seed(reader.seed, one.id),
-                prompt=one.prompt,
+                id=record.id,
+                seed=derive_seed(reader.seed, record.id),
+                prompt=record.prompt,
                 sampling=reader.sampling,
                 grammar=reader.grammar,
             )
-            for one in records
+            for record in records
         )
     if prompts.task is not None:
         raise UsageError("--input and --task cannot be used together: give one of them")
     under, columns = prompts.files_under, prompts.columns
-    found = read_prompts("--input", prompts.input, settings.rows, most=count, files_under=under, columns=columns)
-    if not found:
+    read = read_prompts("--input", prompts.input, settings.rows, most=count, files_under=under, columns=columns)
+    if not read:
         raise UsageError(f"--input {prompts.input} holds no prompt")
-    return tuple(found)
+    return tuple(read)
 
 
 def _measure(
@@ -187,10 +187,6 @@ def _measure(
     the profile.
     """
     talk.step("loading the models")
-    # imported before memory is measured, so that it does not count as the models' memory
-    from dsbd_cli.lab.metrics.memory import resident_bytes
-
-    before = resident_bytes()
     engine = settings.load()
     warn_plain(chat, engine.info, requests)
     from dsbd_cli.train.target_answers import answerable
@@ -213,8 +209,8 @@ def _measure(
     budget = Budget(wanted.seconds or SECONDS, talk.step, found=announce)
     signals.on_stop = budget.stop
     bench = ProfiledPair(engine, requests, settings.batch_size or len(requests), budget)
-    found = take_profile(bench, settings.method, wanted.repeats or REPEATS, command, before, render, wanted.show)
-    return shown, found
+    result = take_profile(bench, settings.method, wanted.repeats or REPEATS, command, render, wanted.show)
+    return shown, result
 
 
 def given_options(*groups: object) -> dict[str, object]:
@@ -235,7 +231,7 @@ def option_words(options: Mapping[str, object]) -> list[str]:
         elif isinstance(value, bool):
             words.append(name if value else "--no-" + name.removeprefix("--"))
         else:
-            words += [word for one in (value if isinstance(value, list) else [value]) for word in (name, str(one))]
+            words += [word for item in (value if isinstance(value, list) else [value]) for word in (name, str(item))]
     return words
 
 
@@ -269,7 +265,7 @@ def _renderer(options: Mapping[str, object], prompts: PromptOptions) -> Callable
 def _narrowed(width: str | None, min_width: int) -> str:
     """Return the spelling of the threshold width as given, with another minimum width."""
     name, settings = parse(option_name("width"), width, WIDTHS) if width is not None else ("", {})
-    wide = WIDTHS[name] if name and WIDTHS[name].dynamic else next(one for one in WIDTHS.values() if one.dynamic)
+    wide = WIDTHS[name] if name and WIDTHS[name].dynamic else next(width for width in WIDTHS.values() if width.dynamic)
     return spell(wide, {**settings, MIN_WIDTH.field: min_width})
 
 
@@ -294,32 +290,26 @@ def _settings_of(options: Mapping[str, object]) -> RunSettings:
     return run_settings(group(PairOptions), method, sampling, group(DeviceOptions), allow=allow)
 
 
-def _write(found: Profile, wanted: ProfileOptions) -> None:
+def _write(profile: Profile, wanted: ProfileOptions) -> None:
     try:
         if wanted.json is not None:
-            document = {"schema": contracts.PROFILE.id, **dataclasses.asdict(found)}
-            document["recommended_command"] = as_utf8(found.recommended_command)  # files may have any bytes
+            document = {"schema": contracts.PROFILE.id, **dataclasses.asdict(profile)}
+            document["recommended_command"] = as_utf8(profile.recommended_command)  # files may have any bytes
             write_atomically(wanted.json, contracts.PROFILE.page(document))
     finally:  # a full disk does not lose what was measured
-        _print(found, quiet=bool(wanted.quiet))
+        _print(profile, quiet=bool(wanted.quiet))
 
 
-def _print(found: Profile, *, quiet: bool) -> None:
-    """Print the recommended command, or else the tables, and the tree if there is one, to standard output."""
+def _print(profile: Profile, *, quiet: bool) -> None:
+    """Print the recommended command, or else the table, and the tree if there is one, to standard output."""
     if quiet:
-        typer.echo(found.recommended_command)
+        typer.echo(profile.recommended_command)
         return
-    from rich.text import Text
-
-    from dsbd_cli.lab.reports.profile_tables import profile_tables
+    from dsbd_cli.lab.reports.profile_table import print_profile
     from dsbd_cli.lab.reports.profile_tree import forest_tree
     from dsbd_cli.lab.reports.screen import Screen
 
     console = Screen(sys.stdout)
-    for part in profile_tables(found):
-        if isinstance(part, Text):
-            console.print(part, soft_wrap=True)
-        else:
-            console.show(part)
-    if found.forest is not None:
-        console.show(forest_tree(found.forest))
+    print_profile(profile, console)
+    if profile.forest is not None:
+        console.show(forest_tree(profile.forest))

@@ -28,14 +28,7 @@ from dsbd_cli.cli.options.options import (
 from dsbd_cli.cli.options.settings import RunSettings, fixed_depth, refuse_idle, refuse_idle_templates, run_settings
 from dsbd_cli.cli.run.files import check_columns, check_model_folder
 from dsbd_cli.cli.run.messages import say, set_style, warn
-from dsbd_cli.cli.run.prompts import (
-    HELD_OUT_EVERY,
-    HELD_OUT_MOST,
-    hold_out,
-    read_prompts,
-    warn_left_out,
-    warn_plain,
-)
+from dsbd_cli.cli.run.prompts import HELD_OUT_EVERY, HELD_OUT_MOST, hold_out, read_prompts, warn_left_out, warn_plain
 from dsbd_cli.cli.run.signals import StoppedError, StopSignals
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.config.sampling import SamplingConfig
@@ -276,7 +269,7 @@ def _show(report: TrimReport, measured: tuple[Sums, Sums] | None, prompts: int, 
             "draft_ms_per_token": "draft ms per token",
             "target_ms_per_token": "target ms per token",
         }
-        rates = [_rates(one) for one in measured]
+        rates = [_rates(rate) for rate in measured]
         for name, title in names.items():
             table.add_row(title, *(DASH if rate[name] is None else f"{rate[name]:.3f}" for rate in rates))
     console = Screen(sys.stdout)

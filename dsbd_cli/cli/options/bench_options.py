@@ -10,13 +10,12 @@ from dsbd_cli.cli.options.declare import flag, option
 from dsbd_cli.cli.options.options import CHAT, MAIN, RowFileOptions
 from dsbd_cli.config.method import DEFAULT_DEPTH, MethodConfig
 from dsbd_cli.config.variants import MIN_WIDTH, WIDTH_THRESHOLD
-from dsbd_cli.lab.bench.choice import DEFAULT_TOLERANCE
 from dsbd_cli.lab.bench.methods import FUZZY_METHODS, METHODS, bench_drafters
 from dsbd_cli.lab.tasks.choose import OWN_TASK, TASK_NAMES
 from dsbd_cli.lab.tasks.ranking import DEFAULT_METRICS
 from dsbd_cli.lab.tasks.scores import DEFAULT_SCORE, KINDS
 
-METHODS_PANEL, CHOICE, OUTPUT = "Methods and their settings", "Choice of a fuzzy threshold", "Output"
+METHODS_PANEL, OUTPUT = "Methods and their settings", "Output"
 DEFAULT_TASKS, DEFAULT_RECORDS, DEFAULT_ROUNDS = "sql,qa", 24, 1
 _METHOD = MethodConfig()
 
@@ -62,6 +61,12 @@ class RecordOptions:
         default=0,
         least=0,
     )
+    dev_data: Path | None = option(
+        METHODS_PANEL,
+        "dev records for --shots, in the form of --input or --data",
+        default="the task's own",
+        metavar="PATH",
+    )
     rounds: int | None = option(MAIN, "times that every record is timed", default=DEFAULT_ROUNDS, least=1)
 
 
@@ -106,45 +111,19 @@ class SweepOptions:
     index: Path | None = option(METHODS_PANEL, "corpus of drafter retrieval, from dsbd index")
     fuzzy_threshold: str | None = option(
         METHODS_PANEL,
-        "divergence up to which method dsbd-fuzzy takes a layer as drafted; of several one is chosen on dev records",
+        "divergence up to which method dsbd-fuzzy takes a layer as drafted",
         default=METHODS["dsbd-fuzzy"].fixed["fuzzy_threshold"],
         metavar="T,...",
     )
 
 
 @dataclass(frozen=True)
-class ChoiceOptions:
-    """Options of how one of several thresholds of rule fuzzy is chosen: on dev records, which are not reported on."""
-
-    dev_records: int | None = option(
-        CHOICE,
-        "dev records of each task, on which one of several --fuzzy-threshold is chosen; 0 chooses nothing",
-        default="as many as --records",
-        least=0,
-    )
-    dev_data: Path | None = option(
-        CHOICE,
-        "dev records, in the form of --input or --data",
-        default="the task's own, else every second record of --input or --data, which is then not reported on",
-        metavar="PATH",
-    )
-    fuzzy_tolerance: float | None = option(
-        CHOICE,
-        "by how much the dev score of the chosen threshold may be below that of rejection, from 0 to 1",
-        default=DEFAULT_TOLERANCE,
-    )
-
-
-@dataclass(frozen=True)
 class BenchOutputs:
-    """Options of where results go besides the tables."""
+    """Options of where results go besides the table."""
 
     json: Path | None = option(OUTPUT, "write one JSON line per task, method and setting here")
-    markdown: Path | None = option(OUTPUT, "write a page here")
-    plot: Path | None = option(
-        OUTPUT, "draw quality against speed, and acceptance by depth, here: .png, .svg or .pdf (needs the extra plots)"
-    )
+    plot: Path | None = option(OUTPUT, "draw quality against speed here: .png, .svg or .pdf (needs the extra plots)")
     existing: Literal["error", "overwrite"] | None = option(
-        OUTPUT, "where a --json, --markdown or --plot file exists: error or overwrite", default="error", metavar="WHAT"
+        OUTPUT, "where a --json or --plot file exists: error or overwrite", default="error", metavar="WHAT"
     )
     quiet: bool | None = flag(OUTPUT, "nothing on standard error but errors that end the run", "-q")

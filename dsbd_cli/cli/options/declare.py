@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from dsbd_cli.cli.options.precedence import NO, YES, check_variables, place_of, read_environment
+from dsbd_cli.cli.options.precedence import NO, YES, check_variables, open_sources, place_of, read_settings
 from dsbd_cli.config.spelling import typed_names
 from dsbd_cli.errors import KINDS, MOST_INTEGER, SETTINGS, UsageError, is_utf8, option_name, shorten
 
@@ -44,61 +43,60 @@ def option(
     least: int | None = None,
     most: int | None = None,
     above: float | None = None,
+    negative: bool = False,
+    hidden: bool = False,
     callback: Callable[..., object] | None = None,
 ) -> T:  # type: ignore[type-var]
-    """Return a dataclass field that declares the option of the same name. Its value is None if the option is not given.
+    """Return a dataclass field that declares the option of the same name and type. Its value is None if the option is
+    not given.
 
     default: only shown on the --help page, because the library fills it in. short: another name, as `-i`. least, most,
-    above: bounds of a number; a count, which has a least, is at most MOST_INTEGER unless `most` is given. callback:
-    called with the context and the value before other options are read.
+    above: bounds of a number; a count, which has a least, is at most MOST_INTEGER unless `most` is given. negative: of
+    a switch, a --no- form. hidden: not on the --help page. callback: called with the context and the value before other
+    options are read.
     """
     most = MOST_INTEGER if most is None and least is not None else most
     shown = text if default is None else f"{text} (default: {default})"
-    return _field(panel, shown, short, metavar=metavar, least=least, most=most, above=above, callback=callback)
+    declared = {
+        "panel": panel, "help": shown, "short": short, "metavar": metavar, "bounds": (least, most, above),
+        "negative": negative, "hidden": hidden, "callback": callback,
+    }  # fmt: skip
+    return typing.cast("T", dataclasses.field(default=None, metadata=declared))
 
 
 def flag(panel: str, text: str, *short: str) -> T:  # type: ignore[type-var]
     """Return a field that declares a switch. Its --no- form takes back what a job file or the environment has switched
     on."""
-    return _field(panel, text, short, metavar="", negative=True)
+    return option(panel, text, *short, metavar="", negative=True)
 
 
 def switch(panel: str, text: str) -> T:  # type: ignore[type-var]
     """Return a field that declares a switch for a single run, which has no --no- form because nothing needs to take it
     back."""
-    return _field(panel, text, (), metavar="")
+    return option(panel, text, metavar="")
 
 
-def _field(panel: str, text: str, short: tuple[str, ...], **more: object) -> T:  # type: ignore[type-var]
-    """Return a field whose metadata declare its option. The type of the option is that of the field."""
-    declared = {"panel": panel, "help": text, "short": short, **more}
-    return typing.cast("T", dataclasses.field(default=None, metadata=declared))
-
-
-def _parameter(item: dataclasses.Field[object], kind: object) -> inspect.Parameter:
-    """Return a field's option as the parameter that typer reads. kind: the type of the field."""
-    given, long, setting = item.metadata, option_name(item.name), item.name in SETTINGS
+def _parameter(field: str, declared: Mapping[str, Any], kind: object) -> inspect.Parameter:
+    """Return the option of a field as the parameter that typer reads. declared: its metadata. kind: its type."""
+    name, setting = option_name(field), field in SETTINGS
     kinds, parser = (*typing.get_args(kind), kind), None
-    if number := next((one for one in (int, float) if one in kinds), None):
-        parser = _number(number, given["least"], given["most"], given["above"])
+    if number := next((kind for kind in (int, float) if kind in kinds), None):
+        parser = _number(number, *declared["bounds"])
     elif setting and bool in kinds:  # a setting takes a value, unlike a switch
         kind, parser = str | None, _yes_or_no
-    callback = given.get("callback")
-    declared = typer.Option(
-        f"{long}/--no-{long.removeprefix('--')}" if given.get("negative") and not setting else long,
-        *given["short"],
-        help=given["help"],
-        rich_help_panel=given["panel"],
+    info = typer.Option(
+        f"{name}/--no-{name.removeprefix('--')}" if declared["negative"] and not setting else name,
+        *declared["short"],
+        help=declared["help"],
+        rich_help_panel=declared["panel"],
         show_default=False,
-        metavar=given["metavar"] or next((METAVARS[one] for one in kinds if one in METAVARS), None),
+        metavar=declared["metavar"] or next((METAVARS[kind] for kind in kinds if kind in METAVARS), None),
         parser=parser,
-        hidden=setting,
-        is_eager=callback is not None,
-        callback=callback,
+        hidden=setting or declared["hidden"],
+        is_eager=declared["callback"] is not None,
+        callback=declared["callback"],
     )
-    return inspect.Parameter(
-        item.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, declared]
-    )
+    return inspect.Parameter(field, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, info])
 
 
 def _number(kind: type, least: float | None, most: float | None, above: float | None) -> Callable[[str], object]:
@@ -121,12 +119,12 @@ def _number(kind: type, least: float | None, most: float | None, above: float | 
     return read
 
 
-def _check_text(given: Mapping[str, object], names: Mapping[str, str]) -> None:
+def _check_text(values: Mapping[str, object], names: Mapping[str, str]) -> None:
     """Refuse values that are not UTF-8, which nothing can tokenize or write. Paths may have any bytes."""
-    for name, value in given.items():
-        for one in value if isinstance(value, list | tuple) else (value,):
-            if isinstance(one, str) and not is_utf8(one):
-                raise UsageError(f"{names.get(name, option_name(name))} is {one!r}, which is not UTF-8")
+    for name, value in values.items():
+        for word in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(word, str) and not is_utf8(word):
+                raise UsageError(f"{names.get(name, option_name(name))} is {word!r}, which is not UTF-8")
 
 
 def _yes_or_no(text: str) -> bool:
@@ -147,17 +145,19 @@ def grouped(function: Callable[..., None], *, elsewhere: tuple[type, ...] = ()) 
     hints = {name: kind for name, kind in every.items() if name not in ("return", "arguments")}
     types = {name: kind for group in hints.values() for name, kind in typing.get_type_hints(group).items()}
     table = {item.name: item for group in hints.values() for item in dataclasses.fields(group)}
-    known = {*table, *(item.name for group in elsewhere for item in dataclasses.fields(group))}
-    settings = sorted(name for name in table if name in SETTINGS)
-    parameters = [_parameter(item, types[name]) for name, item in table.items()]
-    parameters += [_set_parameter(settings)] if settings else []
+    names_of_options = {*table, *(item.name for group in elsewhere for item in dataclasses.fields(group))}
+    parameters = [_parameter(name, item.metadata, types[name]) for name, item in table.items()]
+    if settings := sorted(name.replace("_", "-") for name in table if name in SETTINGS):
+        shown = f"what is seldom typed, may be repeated: {', '.join(settings)} (docs/cli.md says what they mean)"
+        declared: dataclasses.Field[object] = option("Settings", shown, metavar="NAME=VALUE", callback=read_settings)
+        parameters.append(_parameter("set", declared.metadata, list[str] | None))
 
-    def command(ctx: typer.Context, **given: object) -> None:
-        check_variables(known, ctx.command_path)
+    def command(ctx: typer.Context, **options: object) -> None:
+        check_variables(names_of_options, ctx.command_path)
         names = typed_names(table)
-        _check_text(given, names)
+        _check_text(options, names)
         values = {
-            name: kind(**{item.name: given[item.name] for item in dataclasses.fields(kind)})
+            name: kind(**{item.name: options[item.name] for item in dataclasses.fields(kind)})
             for name, kind in hints.items()
         }
         if "arguments" in every:
@@ -176,49 +176,6 @@ def grouped(function: Callable[..., None], *, elsewhere: tuple[type, ...] = ()) 
     return command
 
 
-def _set_parameter(names: Sequence[str]) -> inspect.Parameter:
-    """Return the parameter for `--set NAME=VALUE` on the --help page. The parser never sees it: see
-    Command.parse_args."""
-    shown = ", ".join(name.replace("_", "-") for name in names)
-    declared = typer.Option(
-        "--set",
-        help=f"what is seldom typed, may be repeated: {shown} (docs/cli.md says what they mean)",
-        rich_help_panel="Settings",
-        show_default=False,
-        metavar="NAME=VALUE",
-    )
-    kind = Annotated[list[str] | None, declared]
-    return inspect.Parameter("set", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
-
-
-def _settings_as_options(words: Sequence[str], ctx: typer.Context) -> Iterator[str]:
-    """Yield the words of a command line, with `--set min_p=0.1` as the one word `--set min-p=0.1`.
-
-    The parser takes that word for a long option of this name. Raises UsageError for a setting without a value, and for
-    one that the command does not have. While a shell completes the line, nothing is refused.
-    """
-    rest = iter(words)
-    known = [name for one in ctx.command.params for name in one.opts if name.startswith("--")]
-    for word in rest:
-        setting = next(rest, None) if word == "--set" else word.removeprefix("--set=")
-        if setting is None or setting == word or "--set" not in known:
-            yield word
-            continue
-        name, equals, value = setting.partition("=")
-        given = f"--set {name.replace('_', '-')}"
-        if ctx.resilient_parsing:
-            yield f"{given}{equals}{value}"
-            continue
-        if given not in known:
-            names = {one.removeprefix("--").removeprefix("set "): one for one in known}
-            near = [names[one] for one in difflib.get_close_matches(name.replace("_", "-"), names, n=3)]
-            hint = f"did you mean {' or '.join(near)}?" if near else f"{ctx.command_path} --help lists the settings"
-            raise UsageError(f"{given}: {ctx.command_path} has no such setting: {hint}")
-        if not equals:
-            raise UsageError(f"{given} has no value: it is spelled {given}=VALUE")
-        yield f"{given}={value}"
-
-
 class _PlainHelp:
     """A command whose --help page shows a switch without a value and without a column for its --no- form, an argument
     without the type that it has in Python, and paragraphs that are as wide as the terminal.
@@ -231,27 +188,27 @@ class _PlainHelp:
     def __init__(self, *arguments: object, **options: object) -> None:
         super().__init__(*arguments, **options)
         paragraphs = inspect.cleandoc(self.help or "").split("\n\n")
-        self.help = "\n\n".join(" ".join(one.split()) for one in paragraphs)
+        self.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
 
     def get_params(self, ctx: typer.Context) -> list[object]:
         params: list[object] = super().get_params(ctx)  # type: ignore[misc]
-        for one in params:
-            if getattr(one, "is_flag", False):
-                one.metavar = ""  # type: ignore[attr-defined]
-            if getattr(one, "param_type_name", "") == "argument":
-                one.display_type_rich = lambda ctx: None  # type: ignore[attr-defined]
+        for param in params:
+            if getattr(param, "is_flag", False):
+                param.metavar = ""  # type: ignore[attr-defined]
+            if getattr(param, "param_type_name", "") == "argument":
+                param.display_type_rich = lambda ctx: None  # type: ignore[attr-defined]
         return params
 
     def format_help(self, ctx: typer.Context, formatter: object) -> None:
         params = self.get_params(ctx)
-        negative = [getattr(one, "secondary_opts", []) for one in params]
-        for one in params:
-            one.secondary_opts = []  # type: ignore[attr-defined]
+        negative = [getattr(param, "secondary_opts", []) for param in params]
+        for param in params:
+            param.secondary_opts = []  # type: ignore[attr-defined]
         try:
             super().format_help(ctx, formatter)  # type: ignore[misc]
         finally:
-            for one, names in zip(params, negative, strict=True):
-                one.secondary_opts = names  # type: ignore[attr-defined]
+            for param, names in zip(params, negative, strict=True):
+                param.secondary_opts = names  # type: ignore[attr-defined]
 
 
 class Command(_PlainHelp, TyperCommand):  # type: ignore[misc]
@@ -261,17 +218,17 @@ class Command(_PlainHelp, TyperCommand):  # type: ignore[misc]
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         """Parse the command line. Raises UsageError for a wrong value in a file or a variable, and names the place."""
         if "groups" in vars(self.callback):
-            read_environment(ctx)
+            open_sources(ctx)
         try:
-            return super().parse_args(ctx, list(_settings_as_options(args, ctx)))
+            return super().parse_args(ctx, args)
         except typer.BadParameter as error:
             if error.param is None or not error.message:  # one that is missing
                 raise
-            place = place_of(ctx, error.param.name) or max(error.param.opts, key=len)
-            raise UsageError(f"{place} {_refusal(error.message)}") from None
+            source = place_of(ctx, error.param.name, max(error.param.opts, key=len))
+            raise UsageError(f"{source} {_refusal(error.message)}") from None
         except typer.TyperException as error:
-            known = [name for one in self.params for name in one.opts]
-            if not error.message.startswith(EXTRA) or "--input" not in known:
+            names = [name for param in self.params for name in param.opts]
+            if not error.message.startswith(EXTRA) or "--input" not in names:
                 raise
             words = error.message.removeprefix(f"{EXTRA} (").removesuffix(")")
             raise UsageError(f"{words} stands without an option: --input FILE names what is read") from None
@@ -280,8 +237,8 @@ class Command(_PlainHelp, TyperCommand):  # type: ignore[misc]
 def _refusal(message: str) -> str:
     """Return the parser's message about a wrong value as it stands behind the option's name."""
     text = message.removeprefix("Value error, ")
-    given, is_choice, known = text.partition(" is not one of ")
-    return f"is {given}, but must be one of {known.rstrip('.').replace(chr(39), '')}" if is_choice else text
+    value, is_choice, choices = text.partition(" is not one of ")
+    return f"is {value}, but must be one of {choices.rstrip('.').replace(chr(39), '')}" if is_choice else text
 
 
 class Group(_PlainHelp, TyperGroup):  # type: ignore[misc]

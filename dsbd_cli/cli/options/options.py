@@ -85,7 +85,10 @@ class FileOptions(RowFileOptions, StreamOptions):
     )
     chat: bool | None = flag(MAIN, CHAT)
     output_format: str | None = option(
-        FILES, "; ".join(f"{one.name}: {one.text}" for one in FORMATS.values()), default="native", metavar="FORM"
+        FILES,
+        "; ".join(f"{variant.name}: {variant.text}" for variant in FORMATS.values()),
+        default="native",
+        metavar="FORM",
     )
     existing: Existing | None = option(
         MAIN,

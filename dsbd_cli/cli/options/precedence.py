@@ -1,7 +1,8 @@
 """Sources of an option's value: the command line, else the job file, else the environment, else the default.
 
-File and environment become the default map of the command's context. A value there is read like the same word on the
-command line. In a file it must also have the option's type.
+The default map of a command's context holds all but the typed options: values of --set, of the file, of variables, the
+strongest first. The parser's own variables would win over the file, so they are in the map, too. A value is read like
+the same word on the command line. In a file it must also have the option's type.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import difflib
 import os
 import tomllib
 import typing
-from collections.abc import Collection, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Collection, MutableMapping, Sequence
 from pathlib import Path
 
 import orjson
@@ -23,27 +25,42 @@ PREFIX = "DSBD_"
 OR_AUTO = ("depth", "batch_size", "workers")  # numbers that may also be the word auto
 OTHER_VARIABLES = ("DSBD_CPU", "DSBD_MODELS_FILE", "DSBD_DEBUG")  # read elsewhere, for every command
 YES, NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
-OF_ONE_RUN = ("print_config", "dry_run")  # what no file and no variable says
-NOT_IN_A_FILE = ("config", "set", *OF_ONE_RUN)
-PLACES = "dsbd_cli.places"  # in a context: the place of each value that does not come from the command line
+OF_ONE_RUN = ("print_config", "dry_run", "set")  # what no file and no variable says
 
 
-def read_environment(ctx: typer.Context) -> None:
-    """Make the values of DSBD_ variables defaults of the command's options. An empty variable counts as not given.
+def open_sources(ctx: typer.Context) -> None:
+    """Make --set, the job file and the DSBD_ variables defaults of the command's options. The first two are read when
+    these options are. An empty variable counts as not given. Raises UsageError."""
+    words: dict[str, object] = {}
+    for param in ctx.command.params:
+        word = os.environ.get(variable(param.name))
+        if not word or param.name in OF_ONE_RUN:
+            continue
+        if getattr(param, "is_flag", False) and word.lower() not in (*YES, *NO):
+            raise UsageError(f"{variable(param.name)} is {word!r}, but must be {KINDS[bool]}")
+        words[param.name] = _words(param, word)
+    ctx.default_map = ChainMap({}, {}, words)
 
-    Raises UsageError.
-    """
-    names = {one.name: variable(one.name) for one in ctx.command.params if one.name not in ("set", *OF_ONE_RUN)}
-    given = {name: os.environ[place] for name, place in names.items() if os.environ.get(place)}
-    for one in ctx.command.params:
-        word = given.get(one.name, "") if getattr(one, "is_flag", False) else ""
-        if word and word.lower() not in (*YES, *NO):
-            raise UsageError(f"{names[one.name]} is {word!r}, but must be {KINDS[bool]}")
-    _add_defaults(ctx, given, names)
+
+def read_settings(ctx: typer.Context, words: Sequence[str] | None) -> None:
+    """Read the words NAME=VALUE of --set; the last of a name counts. Raises UsageError for a setting without a value,
+    and for one that the command does not have. While a shell completes the line, nothing is refused."""
+    options = [name for param in ctx.command.params for name in param.opts if name.startswith("--")]
+    for word in () if ctx.resilient_parsing else words or ():
+        name, equals, value = word.partition("=")
+        setting = f"--set {name.replace('_', '-')}"
+        if setting not in options:
+            names = {option.removeprefix("--").removeprefix("set "): option for option in options}
+            near = [names[key] for key in difflib.get_close_matches(name.replace("_", "-"), names, n=3)]
+            hint = f"did you mean {' or '.join(near)}?" if near else f"{ctx.command_path} --help lists the settings"
+            raise UsageError(f"{setting}: {ctx.command_path} has no such setting: {hint}")
+        if not equals:
+            raise UsageError(f"{setting} has no value: it is spelled {setting}=VALUE")
+        _maps(ctx)[0][name.replace("-", "_")] = value
 
 
 def read_job(ctx: typer.Context, path: Path | None) -> Path | None:
-    """Make the values of a job file defaults of the command's options. Raises UsageError."""
+    """Read a job file. Raises UsageError."""
     if path is None or ctx.resilient_parsing:
         return path
     try:
@@ -53,69 +70,60 @@ def read_job(ctx: typer.Context, path: Path | None) -> Path | None:
         raise UsageError(f"--config {path} is not TOML: {error}") from None
     except (ValueError, RecursionError):
         raise UsageError(f"--config {path} cannot be read: a value has too many digits or levels") from None
-    known = [one.name for one in ctx.command.params if one.name not in NOT_IN_A_FILE]
-    given: dict[str, object] = {}
+    groups = vars(ctx.command.callback).get("groups", ())
+    hints = {name: hint for group in groups for name, hint in typing.get_type_hints(group).items()}
+    names = [name for name in hints if name not in ("config", *OF_ONE_RUN)]
+    params, job = {param.name: param for param in ctx.command.params}, _maps(ctx)[1]
     for key, value in raw.items():
         name = key.replace("-", "_")
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=3)
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=3)
             hint = f"did you mean {', '.join(near)}?" if near else "dsbd generate --print-config lists them"
             raise UsageError(f"--config {path}: {key} is no option of a job: {hint}")
-        if name in given:
+        if name in job:
             raise UsageError(f"--config {path}: {key} is given twice, once with _ and once with -: drop one")
-        given[name] = value
-    _check_types(ctx, given, f"--config {path}")
-    _add_defaults(ctx, given, {name: f"--config {path}: {name}" for name in given})
+        if (expected := _expected(name, hints[name], value)) is not None:
+            raise UsageError(f"--config {path}: {name} is {shorten(value)}, but must be {expected}")
+        job[name] = _words(params[name], value)
     return path
 
 
-def _check_types(ctx: typer.Context, given: Mapping[str, object], place: str) -> None:
-    """Raise UsageError for a TOML value without its option's type. TOML tells 3 from '3', so a wrong type is a
-    mistake."""
-    groups = vars(ctx.command.callback).get("groups", ())
-    hints = {name: hint for group in groups for name, hint in typing.get_type_hints(group).items()}
-    for name, value in given.items():
-        hint = next((one for one in typing.get_args(hints[name]) if one is not type(None)), hints[name])
-        choices = typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
-        if choices:
-            fits, expected = value in choices, f"one of {', '.join(choices)}"
-        elif typing.get_origin(hint) is list:
-            # _add_defaults checks the items
-            fits, expected = isinstance(value, str | list), "a string or a list of strings"
-        elif hint in (int, float, bool):
-            fits, expected = type(value) is hint or (hint is float and type(value) is int), KINDS[hint]
-        else:
-            or_number = name in OR_AUTO
-            fits = isinstance(value, str) or (or_number and type(value) is int)
-            expected = "an integer or a string" if or_number else "a string"
-        if not fits:
-            raise UsageError(f"{place}: {name} is {shorten(value)}, but must be {expected}")
+def _words(param: object, value: object) -> str | list[str]:
+    """Return a value as it would be typed: a word, or words for an option that may be repeated."""
+    items = value if isinstance(value, list) else [value]
+    words = [str(item).lower() if isinstance(item, bool) else str(item) for item in items]
+    return words if getattr(param, "multiple", False) else words[0]
 
 
-def place_of(ctx: typer.Context, name: str) -> str | None:
-    """Return the file or the variable that gave an option its value; None if neither did."""
-    place: str | None = ctx.meta.get(PLACES, {}).get(name)
-    source = ctx.get_parameter_source(name)
-    return place if source is not None and source.name == "DEFAULT_MAP" else None
+def _expected(name: str, hint: object, value: object) -> str | None:
+    """Return what a TOML value without its option's type must be; None for one with it. TOML tells 3 from '3', so a
+    wrong type is a mistake."""
+    kind = next((arg for arg in typing.get_args(hint) if arg is not type(None)), hint)
+    if typing.get_origin(kind) is typing.Literal:
+        choices = typing.get_args(kind)
+        return None if value in choices else f"one of {', '.join(choices)}"
+    if typing.get_origin(kind) is list:
+        words = value if isinstance(value, list) else [value]
+        return None if all(isinstance(word, str) for word in words) else "a string or a list of strings"
+    if kind in (int, float, bool):
+        fits = type(value) is kind or (kind is float and type(value) is int)
+        return None if fits else KINDS[kind]
+    if name in OR_AUTO:
+        return None if type(value) in (int, str) else "an integer or a string"
+    return None if isinstance(value, str) else "a string"
 
 
-def _add_defaults(ctx: typer.Context, given: Mapping[str, object], places: Mapping[str, str]) -> None:
-    """Add values to the context's defaults, in place of those that are there.
+def place_of(ctx: typer.Context, option: str, name: str) -> str:
+    """Return what gave an option its value: the file, the variable, or the option itself, which is typed `name`."""
+    source = ctx.get_parameter_source(option)
+    if source is None or source.name != "DEFAULT_MAP" or option in _maps(ctx)[0]:
+        return name
+    return f"--config {ctx.params['config']}: {option}" if option in _maps(ctx)[1] else variable(option)
 
-    Raises UsageError for a value that is no single word, or no list of words for an option that may be repeated.
-    """
-    several = {one.name for one in ctx.command.params if getattr(one, "multiple", False)}
-    words: dict[str, object] = {}
-    for name, value in given.items():
-        items = value if isinstance(value, list) and name in several else [value]
-        kinds = (str,) if name in several else (str, int, float)
-        if (not items and name not in several) or not all(isinstance(item, kinds) for item in items):
-            expected = "a string or a list of strings" if name in several else "a string, a number, true or false"
-            raise UsageError(f"{places[name]} is {shorten(value)}, but must be {expected}")
-        read = [str(item).lower() if isinstance(item, bool) else str(item) for item in items]
-        words[name] = read if name in several else read[0]
-    ctx.default_map = {**(ctx.default_map or {}), **words}
-    ctx.meta[PLACES] = {**ctx.meta.get(PLACES, {}), **{name: places[name] for name in words}}
+
+def _maps(ctx: typer.Context) -> list[MutableMapping[str, object]]:
+    """Return the values of --set, of the job file and of the variables, by option."""
+    return typing.cast("ChainMap[str, object]", ctx.default_map).maps
 
 
 def variable(name: str) -> str:
@@ -125,11 +133,13 @@ def variable(name: str) -> str:
 
 def check_variables(names: Collection[str], command: str) -> None:
     """Raise UsageError for a DSBD_ variable without an option: it is most likely misspelt, and would be ignored."""
-    known = {variable(name) for name in names if name not in OF_ONE_RUN}.union(OTHER_VARIABLES)
+    variables = {variable(name) for name in names if name not in OF_ONE_RUN}.union(OTHER_VARIABLES)
     for name in sorted(os.environ):
-        if name.startswith(PREFIX) and name not in known:
+        if name.startswith(PREFIX) and name not in variables:
             rest = name.removeprefix(PREFIX)  # the prefix alone makes any two names alike
-            near = difflib.get_close_matches(rest, sorted(one.removeprefix(PREFIX) for one in known), n=1)
+            near = difflib.get_close_matches(
+                rest, sorted(name_of_variable.removeprefix(PREFIX) for name_of_variable in variables), n=1
+            )
             hint = f"did you mean {PREFIX}{near[0]}? Otherwise unset it" if near else "unset it"
             raise UsageError(f"the variable {name} is set, but {command} has no such option: {hint}")
 

@@ -54,7 +54,7 @@ class ScaleOptions:
     workers: str | None = option(
         SCALE,
         f"answer in worker processes on Ray (needs the extra ray): {spelling(WORKERS)}"
-        + "".join(f"; {one.name}: {one.help}" for one in WORKERS),
+        + "".join(f"; {setting.name}: {setting.help}" for setting in WORKERS),
         metavar="N",
     )
     order: Literal["input", "done"] | None = option(
@@ -75,10 +75,10 @@ def pool_config(scale: ScaleOptions, devices: DeviceOptions) -> PoolConfig | Non
     """Return the settings of the workers that the options ask for; None without --workers. Raises UsageError."""
     if scale.workers is None:
         return None
-    given = parse_settings("--workers", scale.workers, WORKERS)
+    settings = parse_settings("--workers", scale.workers, WORKERS)
 
     def value(setting: Setting[T]) -> T:
-        return given.get(setting.field, setting.default)  # type: ignore[return-value]
+        return settings.get(setting.field, setting.default)  # type: ignore[return-value]
 
     least, most = _worker_range(value(NUMBER) or "")
     if devices.batch_size == "auto":
@@ -98,34 +98,34 @@ def pool_config(scale: ScaleOptions, devices: DeviceOptions) -> PoolConfig | Non
     return PoolConfig(least, most, address, gpus, processes, timeout_s=value(TIMEOUT))
 
 
-def _worker_range(given: str) -> tuple[int, int | None]:
+def _worker_range(text: str) -> tuple[int, int | None]:
     """Return the least and the most workers of `8`, `4..32` or `auto`. The most is None for auto. Raises UsageError."""
-    if given == "auto":
+    if text == "auto":
         return 1, None
-    first, dots, last = given.partition("..")
+    first, dots, last = text.partition("..")
     try:
         least, most = int(first), int(last if dots else first)
     except ValueError:
         least = most = 0
     if not 1 <= least <= most:
-        raise UsageError(f"--workers is {shorten(given)}, but must be a number from 1, a range such as 4..32, or auto")
+        raise UsageError(f"--workers is {shorten(text)}, but must be a number from 1, a range such as 4..32, or auto")
     return least, most
 
 
-def _gpus(given: int | None, devices: DeviceOptions) -> int | None:
+def _gpus(gpus: int | None, devices: DeviceOptions) -> int | None:
     """Return the GPUs of each worker, 0 with --device cpu; None: one for each process of a worker, if there are GPUs.
 
     Raises UsageError.
     """
-    place = devices.device
-    if place == "cpu":
-        if given is not None:
-            raise UsageError(f"--workers: gpus={given} would do nothing with --device cpu: drop one of them")
+    device = devices.device
+    if device == "cpu":
+        if gpus is not None:
+            raise UsageError(f"--workers: gpus={gpus} would do nothing with --device cpu: drop one of them")
         return 0
-    if place is not None and place.startswith("cuda:"):
-        raise UsageError(f"--device is {place}, but each worker has GPUs of its own, counted from 0: drop it")
-    if given is not None and given < (devices.tensor_parallel or 1):
+    if device is not None and device.startswith("cuda:"):
+        raise UsageError(f"--device is {device}, but each worker has GPUs of its own, counted from 0: drop it")
+    if gpus is not None and gpus < (devices.tensor_parallel or 1):
         raise UsageError(
-            f"--workers: gpus is {given}, but --set tensor-parallel is {devices.tensor_parallel}: give as many or more"
+            f"--workers: gpus is {gpus}, but --set tensor-parallel is {devices.tensor_parallel}: give as many or more"
         )
-    return given
+    return gpus

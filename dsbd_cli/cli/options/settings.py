@@ -193,10 +193,10 @@ def run_settings(
     )
 
 
-def template_settings(given: TemplateOptions) -> tuple[str | None, dict[str, object] | None]:
+def template_settings(template: TemplateOptions) -> tuple[str | None, dict[str, object] | None]:
     """Return the text of --set chat-template and the variables of --set chat-template-kwargs. Raises UsageError."""
-    text = None if given.chat_template is None else template_text(given.chat_template)
-    name, written = "chat_template_kwargs", given.chat_template_kwargs
+    text = None if template.chat_template is None else template_text(template.chat_template)
+    name, written = "chat_template_kwargs", template.chat_template_kwargs
     if written is None:
         return text, None
     try:
@@ -208,28 +208,30 @@ def template_settings(given: TemplateOptions) -> tuple[str | None, dict[str, obj
     return text, cast("dict[str, object]", kwargs)
 
 
-def refuse_idle_templates(reason: str, given: TemplateOptions) -> None:
+def refuse_idle_templates(reason: str, template: TemplateOptions) -> None:
     """Raise UsageError for a template or its variables that were given although nothing is rendered."""
     names = ("chat_template", "chat_template_kwargs")
-    refuse_idle(reason, *((f"{option_name(name)}={getattr(given, name)}", getattr(given, name)) for name in names))
+    refuse_idle(
+        reason, *((f"{option_name(name)}={getattr(template, name)}", getattr(template, name)) for name in names)
+    )
 
 
 def _model_specs(target: str, draft: str | None, devices: DeviceOptions) -> tuple[ModelSpec, ModelSpec | None]:
     """Return how target and draft are loaded. Raises UsageError."""
-    place, draft_device = devices_of(devices.device)
-    spread = place is not None and (place.startswith("{") or place in SPREADS)
+    target_device, draft_device = devices_of(devices.device)
+    spread = target_device is not None and (target_device.startswith("{") or target_device in SPREADS)
     trusted = devices.trust_remote_code
-    given: dict[str, object] = {
+    values: dict[str, object] = {
         "dtype": devices.dtype,
-        "device": None if spread else place,
-        "device_map": place if spread else None,
+        "device": None if spread else target_device,
+        "device_map": target_device if spread else None,
         "trust_remote_code": trusted in ("target", "both"),
         "numerics": devices.numerics,
         "tensor_parallel": devices.tensor_parallel,
         "tokenizer": devices.tokenizer,
         "quantize": devices.quantize,
     }
-    spec = ModelSpec(target, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+    spec = ModelSpec(target, **{name: value for name, value in values.items() if value is not None})  # type: ignore[arg-type]
     if draft is None:
         if trusted in ("draft", "both"):
             raise UsageError(f"--trust-remote-code is {trusted}, but there is no draft model: name the target alone")
@@ -278,7 +280,12 @@ def _with_drafter(method: MethodOptions, pair: PairOptions, grammar: Grammar | N
     """
     rule = SEARCH if method.decode == "search" else (method.verify or DEFAULT_METHOD.rule).partition(":")[0]
     free = not has_draft(pair) and method.drafter is None
-    if grammar is None or not free or rule not in RULES or any(one.field == "drafter" for one in RULES[rule].limits):
+    if (
+        grammar is None
+        or not free
+        or rule not in RULES
+        or any(setting.field == "drafter" for setting in RULES[rule].limits)
+    ):
         return method
     return replace(method, drafter=GRAMMAR)
 
@@ -287,21 +294,21 @@ def _or_default(value: T | None, default: T) -> T:
     return default if value is None else value
 
 
-def _number(option: str, given: str | None, auto: int) -> int | None:
+def _number(option: str, text: str | None, auto: int) -> int | None:
     """Return a number that may also be spelled `auto`. auto: the value of that word. Raises UsageError."""
-    if given is None or given == "auto":
-        return None if given is None else auto
+    if text is None or text == "auto":
+        return None if text is None else auto
     try:
-        return int(given)
+        return int(text)
     except ValueError:
-        raise UsageError(f"{option} is {given!r}, but must be a number or auto") from None
+        raise UsageError(f"{option} is {text!r}, but must be a number or auto") from None
 
 
 def refuse_idle(reason: str, *options: tuple[str, object]) -> None:
     """Raise UsageError for options that were given although they could not act."""
-    if given := [name for name, value in options if value is not None]:
-        drop = "drop it" if len(given) == 1 else "drop them"
-        raise UsageError(f"{', '.join(given)} would do nothing, because {reason}: {drop}")
+    if named := [name for name, value in options if value is not None]:
+        drop = "drop it" if len(named) == 1 else "drop them"
+        raise UsageError(f"{', '.join(named)} would do nothing, because {reason}: {drop}")
 
 
 def _check_idle(
@@ -330,21 +337,21 @@ def _check_idle(
         )
 
 
-def _variant_fields(given: MethodOptions) -> dict[str, object]:
+def _variant_fields(method: MethodOptions) -> dict[str, object]:
     """Return rule, width and drafter with their settings, as fields of MethodConfig. Raises UsageError."""
-    found: dict[str, object] = {"rule": SEARCH if given.decode == "search" else DEFAULT_METHOD.rule}
+    variant_fields: dict[str, object] = {"rule": SEARCH if method.decode == "search" else DEFAULT_METHOD.rule}
     try:
-        name, settings = parse_drafter(_or_default(given.drafter, DEFAULT_METHOD.drafter))
+        name, settings = parse_drafter(_or_default(method.drafter, DEFAULT_METHOD.drafter))
     except UsageError as error:
         raise UsageError(error.typed(TYPED)) from None
-    found |= {"drafter": name, **settings}
-    if given.verify is not None:
-        name, settings = parse("--verify", given.verify, sampling_rules())
-        found |= settings if given.decode == "search" else {"rule": name, **settings}
-    if given.width is not None:
-        name, settings = parse(option_name("width"), given.width, WIDTHS)
-        found |= {"width": name, **settings}
-    return found
+    variant_fields |= {"drafter": name, **settings}
+    if method.verify is not None:
+        name, settings = parse("--verify", method.verify, sampling_rules())
+        variant_fields |= settings if method.decode == "search" else {"rule": name, **settings}
+    if method.width is not None:
+        name, settings = parse(option_name("width"), method.width, WIDTHS)
+        variant_fields |= {"width": name, **settings}
+    return variant_fields
 
 
 def _model_names(pair: PairOptions, method: MethodOptions, drafter: str) -> tuple[str, str | None]:
@@ -387,52 +394,52 @@ def _method(given: MethodOptions, chosen: Mapping[str, object], *, drafting: boo
     return method
 
 
-def _sampling(given: SamplingOptions) -> SamplingConfig:
-    asked = {name: value for name, value in vars(given).items() if value is not None and name != "seed"}
-    found = SamplingConfig(**asked)
-    if fault := stops_fault(found.stop):
+def _sampling(options: SamplingOptions) -> SamplingConfig:
+    asked = {name: value for name, value in vars(options).items() if value is not None and name != "seed"}
+    sampling = SamplingConfig(**asked)
+    if fault := stops_fault(sampling.stop):
         raise UsageError(f"--stop is {fault}")
-    return found
+    return sampling
 
 
 REGEX = "regex:"
 
 
-def allowed_answers(given: str | None, *, strict: bool = False) -> tuple[Path | None, Grammar | None]:
+def allowed_answers(text: str | None, *, strict: bool = False) -> tuple[Path | None, Grammar | None]:
     """Return the file of a list of answers, or a grammar; at most one of both. strict: a schema's keywords that the
     grammar cannot enforce are an error.
 
     Raises UsageError if it cannot be read, or if the grammar cannot be followed.
     """
-    if given is None:
+    if text is None:
         return None, None
-    if given.startswith(REGEX):
-        grammar = Grammar.regex(given.removeprefix(REGEX))
-    elif given.endswith(".json"):
-        grammar = Grammar.json_schema(_text(given), strict=strict)
-    elif given.endswith(".lark"):
-        grammar = Grammar.lark(_text(given))
+    if text.startswith(REGEX):
+        grammar = Grammar.regex(text.removeprefix(REGEX))
+    elif text.endswith(".json"):
+        grammar = Grammar.json_schema(_text(text), strict=strict)
+    elif text.endswith(".lark"):
+        grammar = Grammar.lark(_text(text))
     else:
-        if not Path(given).is_file():
-            raise UsageError(f"--allow {given or repr(given)} is no file")
-        if compression(Path(given)) is None:
-            with reading(f"--allow {given}"):
-                check_text_file(Path(given))
-        check_answer_file(Path(given))
-        return Path(given), None
+        if not Path(text).is_file():
+            raise UsageError(f"--allow {text or repr(text)} is no file")
+        if compression(Path(text)) is None:
+            with reading(f"--allow {text}"):
+                check_text_file(Path(text))
+        check_answer_file(Path(text))
+        return Path(text), None
     try:
         grammar.source()
     except UsageError as error:
-        raise UsageError(f"--allow {given} cannot be used: {error}") from None
+        raise UsageError(f"--allow {text} cannot be used: {error}") from None
     return None, grammar
 
 
-def _text(given: str) -> str:
-    path = Path(given)
-    with reading(f"--allow {given}"):
+def _text(text: str) -> str:
+    path = Path(text)
+    with reading(f"--allow {text}"):
         if path.exists() and not path.is_file():
-            raise UsageError(f"--allow {given} is no file")
+            raise UsageError(f"--allow {text} is no file")
         if (size := path.stat().st_size) > MAX_LINE_BYTES:
-            raise UsageError(f"--allow {given} has {size} bytes, but a grammar must have at most {MAX_LINE_BYTES}")
+            raise UsageError(f"--allow {text} has {size} bytes, but a grammar must have at most {MAX_LINE_BYTES}")
         check_text_file(path)
         return path.read_text(encoding="utf-8-sig")

@@ -117,8 +117,8 @@ def dry_run_lines(document: dict[str, object]) -> list[str]:
     ]
     if bad:
         lines.append("")
-    for one in bad[:SHOWN]:
-        lines.append(visible(f"{one['message']} ({'no id' if one['id'] is None else 'id ' + one['id']})"))
+    for failure in bad[:SHOWN]:
+        lines.append(visible(f"{failure['message']} ({'no id' if failure['id'] is None else 'id ' + failure['id']})"))
     if len(bad) > SHOWN:
         lines.append(f"and {plural(len(bad) - SHOWN, 'more bad row')}: --set log=json lists them all")
     return lines

@@ -108,7 +108,7 @@ def check_files(files: FileOptions, read: Iterable[str | Path | None]) -> None:
     why_not = _why_not_resumed(files)
     if resumes(files) and why_not is not None:
         raise UsageError(f"--existing {files.existing}{why_not}")
-    inputs = [Path(one) for one in read if one is not None and os.path.isfile(one)]
+    inputs = [Path(name) for name in read if name is not None and os.path.isfile(name)]
     if files.input is not None:
         inputs.append(files.input)
     for option, path in named:
@@ -130,25 +130,25 @@ def _check_parquet(files: FileOptions) -> None:
     """Refuse a Parquet output that is no ordinary file. Raises UsageError."""
     if not output_format(files).parquet:
         return
-    given = f"--output-format {files.output_format}"
+    output = f"--output-format {files.output_format}"
     if files.output is None or files.output == STANDARD or is_special(files.output):
-        raise UsageError(f"{given} needs an ordinary file, which a pipe is not: name it with --output")
+        raise UsageError(f"{output} needs an ordinary file, which a pipe is not: name it with --output")
     if compression(files.output):
-        raise UsageError(f"{given} is compressed inside: name --output without {files.output.suffix}")
-    require_package(given, "pyarrow", "parquet")
+        raise UsageError(f"{output} is compressed inside: name --output without {files.output.suffix}")
+    require_package(output, "pyarrow", "parquet")
 
 
 def _check_apart(named: Sequence[tuple[str, Path]]) -> None:
-    for (one, path), (other, taken) in itertools.combinations(named, 2):
+    for (option, path), (other, taken) in itertools.combinations(named, 2):
         if _same(path, taken):
-            raise UsageError(f"{one} and {other} are both {path}: name two files")
+            raise UsageError(f"{option} and {other} are both {path}: name two files")
 
 
-def _same(one: Path, other: Path) -> bool:
+def _same(path: Path, other: Path) -> bool:
     """Return whether two names are one file, links of any kind included."""
-    if os.path.isfile(one) and os.path.isfile(other):  # False where it may not be looked at
-        return one.samefile(other)
-    return one.resolve() == other.resolve() and not os.path.exists(one)
+    if os.path.isfile(path) and os.path.isfile(other):  # False where it may not be looked at
+        return path.samefile(other)
+    return path.resolve() == other.resolve() and not os.path.exists(path)
 
 
 def check_no_input(option: str, output: Path, inputs: Iterable[Path]) -> None:
@@ -288,7 +288,7 @@ def check_report_files(
 
     inputs: files that the run reads, which it must not replace.
     """
-    read = [Path(one) for one in inputs if one is not None]
+    read = [Path(name) for name in inputs if name is not None]
     named = [(name, path) for name, path in files.items() if path is not None]
     if existing == "overwrite" and not named:
         raise UsageError(f"--existing overwrite replaces {', '.join(files)}, but none is given: drop it")
@@ -300,7 +300,7 @@ def check_report_files(
     for _, path in named:
         check_replaceable(path)
     if (plot := files.get("--plot")) is not None:
-        from dsbd_cli.lab.reports.style import require_plots
+        from dsbd_cli.lab.reports.bench_plot import require_plots
 
         require_plots("--plot", plot)
 

@@ -152,8 +152,8 @@ class RowFlow:
                     continue
             row = self._read_row(line, index=index, number=number)
             self._note_id(row)
-            if (found := self._done.take(row.id, row.key)) is not None:
-                self._reporter.totals.skip(found)
+            if (done := self._done.take(row.id, row.key)) is not None:
+                self._reporter.totals.skip(done)
                 self._reporter.at(self._position, skipped=True)
                 continue
             for warning in row.warnings:

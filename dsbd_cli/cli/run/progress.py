@@ -133,8 +133,8 @@ class Reporter:
         for text in self._failures:
             warn(text)
         if (more := self.totals.failed - len(self._failures)) > 0:
-            place = "standard output" if self._output in (None, STANDARD) else self._output
-            where = f'records with "error" in {place}' if self._says_why else f"empty lines in {place}"
+            destination = "standard output" if self._output in (None, STANDARD) else self._output
+            where = f'records with "error" in {destination}' if self._says_why else f"empty lines in {destination}"
             say(f"{plural(more, 'more row')} failed: {where}")
 
     @property

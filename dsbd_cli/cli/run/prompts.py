@@ -52,7 +52,7 @@ def read_prompts(
     check_columns(columns, path)
     rules = column_rules(columns, strict=rows.strict)
     rows = replace(rows, files_root=files_root(files_under, path))
-    found: list[Request] = []
+    requests: list[Request] = []
     with reading(f"{option} {path}"), ExitStack() as stack:
         check_rows_file(path, rules)
         if is_table(path) and path.is_file() and (header := table_header(path, rules)) is not None:
@@ -61,21 +61,21 @@ def read_prompts(
         stream = stack.enter_context(open_input(path))
         reader = stack.enter_context(LineReader(stream, str(path), read=lines_reader(path, rules)))
         for number, line in itertools.islice(filter(None, reader), most):
-            row = rows.read(line, index=len(found), number=number)
+            row = rows.read(line, index=len(requests), number=number)
             if row.request is None:
                 raise UsageError(f"{option} {path}: {row.error}")
-            found.append(row.request)
+            requests.append(row.request)
             for warning in row.warnings:
                 warn(f"{option} {path}: {warning}")
             if seen is not None:
                 seen(held_bytes(line))
-    return found
+    return requests
 
 
 def hold_out(prompts: Sequence[Request]) -> tuple[list[Request], list[Request]]:
     """Split prompts into those to measure on, which are every eighth one, 64 at most, and all others."""
     places = range(HELD_OUT_EVERY - 1, len(prompts), HELD_OUT_EVERY)[:HELD_OUT_MOST]
-    return [prompts[place] for place in places], [one for place, one in enumerate(prompts) if place not in places]
+    return [prompts[index] for index in places], [prompt for index, prompt in enumerate(prompts) if index not in places]
 
 
 def warn_left_out(failed: Sequence[str], kind: str = "prompt") -> None:
@@ -115,5 +115,5 @@ def warn_plain(chat: bool | None, info: EngineInfo | None, requests: Sequence[Re
     check_chat(chat, info)
     if any(map(is_left_off, requests)):
         warn(NOT_CONTINUED)
-    if chat is None and info is not None and info.chat and any(one.prompt is not None for one in requests):
+    if chat is None and info is not None and info.chat and any(request.prompt is not None for request in requests):
         warn(CHAT_OR_NOT)

@@ -52,56 +52,56 @@ class Shard:
         with reading(f"--input {path}"), path.open("rb") as stream:
             head = hashlib.blake2b(stream.read(HEAD_BYTES), digest_size=8).hexdigest()
             size = path.stat().st_size
-        found = {"shard": f"{self.part}/{self.count}", "input_bytes": size, "input_head": head}
+        settings = {"shard": f"{self.part}/{self.count}", "input_bytes": size, "input_head": head}
         compressed = compression(path) is not None or path.suffix.lower() == PARQUET
-        return {**found, "input_compressed": True} if compressed else found
+        return {**settings, "input_compressed": True} if compressed else settings
 
 
-def shard_of(given: str, environment: Mapping[str, str] = os.environ) -> Shard:
+def shard_of(text: str, environment: Mapping[str, str] = os.environ) -> Shard:
     """Return the part that `3/16`, `auto` or `auto/16` names. Raises UsageError."""
-    if given == "auto" or given.startswith("auto/"):
-        return _from_scheduler(given, environment)
-    if found := re.fullmatch(r"(\d{1,9})/(\d{1,9})", given):
-        return _checked(f"--shard is {given}", int(found[1]), int(found[2]))
+    if text == "auto" or text.startswith("auto/"):
+        return _from_scheduler(text, environment)
+    if match := re.fullmatch(r"(\d{1,9})/(\d{1,9})", text):
+        return _checked(f"--shard is {text}", int(match[1]), int(match[2]))
     raise UsageError(
-        f"--shard is {shorten(given)}, but must be I/N, such as 0/16 for the first of 16 parts, or auto where a "
+        f"--shard is {shorten(text)}, but must be I/N, such as 0/16 for the first of 16 parts, or auto where a "
         "scheduler has numbered the tasks"
     )
 
 
-def _from_scheduler(given: str, environment: Mapping[str, str]) -> Shard:
+def _from_scheduler(text: str, environment: Mapping[str, str]) -> Shard:
     """Return the shard that the variables of a scheduler name.
 
     `auto/16` also takes a scheduler that does not say how many tasks there are. Raises UsageError if no variables are
     set, or if they do not agree.
     """
-    count = given.partition("/")[2]
-    found: dict[str, Shard] = {}
+    count = text.partition("/")[2]
+    shards: dict[str, Shard] = {}
     for scheduler, part, first, total in SCHEDULERS:
         if part in environment and total in environment:
-            origin = f"--shard {given}: {part}={environment[part]} and {total}={environment[total]} of {scheduler}"
+            origin = f"--shard {text}: {part}={environment[part]} and {total}={environment[total]} of {scheduler}"
             begin = _number(origin, environment.get(first, "0")) if first else 0
-            found[scheduler] = _checked(
+            shards[scheduler] = _checked(
                 origin, _number(origin, environment[part]) - begin, _number(origin, environment[total])
             )
     if count:
         if KUBERNETES in environment:
-            origin = f"--shard {given}: {KUBERNETES}={environment[KUBERNETES]}"
-            found["a Kubernetes job"] = _checked(
+            origin = f"--shard {text}: {KUBERNETES}={environment[KUBERNETES]}"
+            shards["a Kubernetes job"] = _checked(
                 origin, _number(origin, environment[KUBERNETES]), _number(origin, count)
             )
-        for scheduler, shard in found.items():
+        for scheduler, shard in shards.items():
             if str(shard.count) != count:
-                raise UsageError(f"--shard is {given}, but {scheduler} has {shard.count} tasks: use --shard auto")
-    elif KUBERNETES in environment and not found:
+                raise UsageError(f"--shard is {text}, but {scheduler} has {shard.count} tasks: use --shard auto")
+    elif KUBERNETES in environment and not shards:
         raise UsageError(f"--shard is auto, but {KUBERNETES} does not say how many there are: use --shard auto/N")
-    if not found:
+    if not shards:
         names = ", ".join([part for _, part, _, _ in SCHEDULERS])
-        raise UsageError(f"--shard is {given}, but no scheduler has numbered the tasks ({names}): give I/N")
-    if len(set(found.values())) > 1:
-        origin = " and ".join(f"{scheduler} says {shard.part}/{shard.count}" for scheduler, shard in found.items())
-        raise UsageError(f"--shard is {given}, but {origin}: give I/N")
-    return next(iter(found.values()))
+        raise UsageError(f"--shard is {text}, but no scheduler has numbered the tasks ({names}): give I/N")
+    if len(set(shards.values())) > 1:
+        origin = " and ".join(f"{scheduler} says {shard.part}/{shard.count}" for scheduler, shard in shards.items())
+        raise UsageError(f"--shard is {text}, but {origin}: give I/N")
+    return next(iter(shards.values()))
 
 
 def _number(origin: str, text: str) -> int:

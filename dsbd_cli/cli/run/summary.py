@@ -79,7 +79,7 @@ class Summary:
 
 
 def _engine(info: EngineInfo) -> dict[str, object]:
-    ops = [dict(zip(("op", "backend", "reason"), one, strict=True)) for one in info.ops]
+    ops = [dict(zip(("op", "backend", "reason"), op, strict=True)) for op in info.ops]
     return {**{name: getattr(info, name) for name in ENGINE_FIELDS}, "ops": ops}
 
 

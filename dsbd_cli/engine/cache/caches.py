@@ -32,9 +32,6 @@ class CacheObserver:
         or detokenise. A replayed CUDA graph opens none for draft, target, verify and compact."""
         return nullcontext()
 
-    def reserved(self, rows: int, slots: int) -> None:
-        """Receive the new size of the caches of target and draft model: rows x slots."""
-
 
 class Caches:
     """One cache row per request in the target and, where a draft model runs the forest, in the draft.
@@ -111,7 +108,6 @@ class Caches:
             for model in self.models:
                 model.reserve(rows, self.slots, self.window)
             self._reserved = self._reserved_key(rows)
-        self.observer.reserved(rows, self.slots)
 
     def _reserved_key(self, rows: int) -> tuple[int, ...]:
         """Return rows, sizes, and the generation of each cache, which shows whether another engine has used the same
@@ -151,7 +147,6 @@ class Caches:
         for model in self.models:
             model.reserve(rows, self.slots, self.window)
         self._reserved = None
-        self.observer.reserved(rows, self.slots)
 
     def release(self) -> None:
         """Give all memory back."""

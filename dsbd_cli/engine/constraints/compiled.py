@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from dsbd_cli.engine.constraints.answers import Catalogue
 from dsbd_cli.engine.constraints.trie import Trie
-from dsbd_cli.ops.cpu.runtime import cache_folder
+from dsbd_cli.user_cache import cache_folder
 
 VERSION = 2
 ALIGNED = 64

@@ -29,8 +29,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dsbd_cli.config.child import byte_tokenizer, parser_limits
 from dsbd_cli.config.end_bounds import EndBounds, pattern_bounds
-from dsbd_cli.config.grammar_trial import byte_tokenizer, parser_limits
 from dsbd_cli.config.grammars import Grammar
 from dsbd_cli.engine.constraints.legal import DEAD, FREE, NodePaths
 from dsbd_cli.engine.core.grammar_ends import EndFinder, TextEnd, shortest_scalar

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dsbd_cli.engine.core.topk import BLOCKED_FROM, BLOCKS, NEG_INF, best_tokens
 from dsbd_cli.ops import reference
-from dsbd_cli.ops.interface import Ops
+from dsbd_cli.ops.interface import Ops, host_reads
 from dsbd_cli.ops.select import ops_for
 
 LOGITS_PER_PART = 1 << 21  # read at a time on a CPU: enough for all threads, few enough for the processor's cache
@@ -102,7 +102,7 @@ def top_candidates(
     if wanted.own is None and (candidates := ops.candidates(logits, count)) is not None:
         return Candidates(*candidates, full=count == logits.shape[-1])
     rows = logits.flatten(0, -2)
-    size = max(1, LOGITS_PER_PART // logits.shape[-1]) if logits.device.type == "cpu" else len(rows)
+    size = _rows_of_part(rows)
     if wanted.own is None:
         parts = [_candidates(part, count, ops) for part in torch.split(rows, size)]
     else:
@@ -163,7 +163,7 @@ def _maxima_and_total(logits: Tensor, ops: Ops) -> tuple[Tensor, Tensor, Tensor]
     rows, vocabulary = logits.shape
     edge = vocabulary // BLOCKS[0] * BLOCKS[0]
     size = max(1, rows)
-    if logits.device.type == "cpu" and (ops.log_total is reference.log_total or logits.dtype != torch.float32):
+    if host_reads(logits.device) and (ops.log_total is reference.log_total or logits.dtype != torch.float32):
         size = max(2, SWEEP_LOGITS_PER_THREAD * torch.get_num_threads() // vocabulary)  # otherwise nothing is copied
     parts = []
     for part in torch.split(logits, size):
@@ -175,12 +175,17 @@ def _maxima_and_total(logits: Tensor, ops: Ops) -> tuple[Tensor, Tensor, Tensor]
     return maxima, highest, total
 
 
+def _rows_of_part(rows: Tensor) -> int:
+    """Return how many rows [n, V] of logits are read at a time."""
+    return max(1, LOGITS_PER_PART // rows.shape[1] if host_reads(rows.device) else len(rows))
+
+
 def _legal_candidates(logits: Tensor, wanted: CandidateCount, legal: LegalTokens, ops: Ops) -> Candidates:
     """Do what top_candidates does, under a constraint. Where the constraint lists the legal tokens and fewer than V are
     wanted, only the listed ones are read, and C is at most their number."""
     rows, vocabulary = logits.flatten(0, -2), logits.shape[-1]
     own = None if wanted.own is None else wanted.own.expand(logits.shape[:-1]).reshape(-1, 1)
-    size = max(1, LOGITS_PER_PART // vocabulary) if logits.device.type == "cpu" else max(1, len(rows))
+    size = _rows_of_part(rows)
     tokens, best = [], []
     for start in range(0, len(rows), size):
         part = slice(start, start + size)

@@ -19,7 +19,7 @@ from functools import lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from dsbd_cli.config.grammar_trial import BYTES_END, byte_tokenizer, parser_limits
+from dsbd_cli.config.child import BYTES_END, byte_tokenizer, parser_limits
 from dsbd_cli.config.schema_ends import SchemaEnds
 from dsbd_cli.engine.core.grammar_spelling import Speller, Tokens
 

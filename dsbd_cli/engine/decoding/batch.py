@@ -24,6 +24,7 @@ from dsbd_cli.engine.iteration.request_state import RequestState
 from dsbd_cli.engine.iteration.state import BatchState, NewRow
 from dsbd_cli.engine.planning.planner import DraftWork, Shape, deepest
 from dsbd_cli.engine.planning.timing import PhaseTimer
+from dsbd_cli.ops.interface import host_reads
 
 
 def most_steps(jobs: Iterable[RequestState]) -> int:
@@ -235,7 +236,7 @@ class Batch:
         target = self._caches.target
         if not target.invariant:
             return None, 0
-        if target.device.type != "cpu":
+        if not host_reads(target.device):
             return (0,) * len(self.jobs), active
         prompt_slots = tuple(0 if job is None else len(job.prompt) - 1 for job in self.jobs)
         longest = max(job.used - prompt_slots[row] for row, job in self.running)
@@ -255,7 +256,7 @@ class Batch:
         """Drop free rows where at least a quarter is free (on a GPU half), so that the last requests do not pay for
         empty ones. Return the rows that are kept, in their order; an empty list where nothing is dropped."""
         taken = [row for row, _ in self.running]
-        most = 0.75 if self._caches.target.device.type == "cpu" else 0.5  # a GPU captures each number of rows anew
+        most = 0.75 if host_reads(self._caches.target.device) else 0.5  # a GPU captures each number of rows anew
         if not taken or len(taken) > most * len(self.jobs):
             return []
         self.jobs = [self.jobs[row] for row in taken]

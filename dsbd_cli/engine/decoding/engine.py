@@ -34,7 +34,7 @@ from dsbd_cli.engine.planning.timing import PhaseTimer
 from dsbd_cli.engine.protocols import ForestModel, KernelModel, TextCodec
 from dsbd_cli.engine.verify.rules import make_rule
 from dsbd_cli.errors import RowError, UsageError
-from dsbd_cli.ops.interface import Ops
+from dsbd_cli.ops.interface import Ops, host_reads
 from dsbd_cli.ops.select import ITERATION
 from dsbd_cli.requests import EngineInfo, NumberedRequests, Piece, Request, RequestResult
 
@@ -142,7 +142,7 @@ class Engine:
         self._use(ops)
         self._planner = planner_for(
             self.method,
-            gated=device.type == "cpu",  # on a GPU nothing is read before an iteration has ended
+            gated=host_reads(device),
             draft_share=0.0 if shared is None else shared.read_bytes / target.read_bytes,
         )
         self._scheduler = Scheduler(self._caches, self.method, batch_size)

@@ -28,6 +28,7 @@ from dsbd_cli.engine.drafting.base import (
 )
 from dsbd_cli.engine.drafting.logits import DraftLogits, head_ids
 from dsbd_cli.engine.protocols import ForestInput, ForestModel
+from dsbd_cli.ops.interface import host_reads
 
 MERGED_BACKLOG = 16  # tokens; a longer backlog gets a forward of its own, without the output head
 
@@ -83,7 +84,7 @@ class BeamDrafter(Drafter):
             with_backlog = False
         batch = buffer.backlog_and_roots() if with_backlog else buffer.input(layer)
         batch.own_ids = context.own_ids
-        if context.prompt_slots is not None and self.model.device.type == "cpu":
+        if context.prompt_slots is not None and host_reads(self.model.device):
             # the backlog may hold the last tokens of a prompt, which do not see the ones after them
             batch.prompt_slots = tuple(max(0, slots - context.draft_backlog) for slots in context.prompt_slots)
             batch.suffix = context.suffix + context.draft_backlog

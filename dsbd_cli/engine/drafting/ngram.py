@@ -34,6 +34,7 @@ from dsbd_cli.engine.drafting.base import (
 )
 from dsbd_cli.engine.drafting.paths import PathDrafter, Paths, beam_share
 from dsbd_cli.engine.drafting.text import contexts, suffix
+from dsbd_cli.ops.interface import host_reads
 
 PLACES = 4  # places of the text that each beam follows
 # Guessed log-probability of the token at the best place, and how much less it is at each further place
@@ -240,4 +241,4 @@ class NgramDrafter(PathDrafter):
 def make(inputs: DrafterInputs) -> PathDrafter:
     """Make drafter `ngram`. On a GPU it remembers nothing, because a captured iteration reads its inputs at fixed
     addresses."""
-    return NgramDrafter(inputs.method.value(NGRAM), recalls=inputs.device.type == "cpu")
+    return NgramDrafter(inputs.method.value(NGRAM), recalls=host_reads(inputs.device))

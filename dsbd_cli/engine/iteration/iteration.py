@@ -28,7 +28,7 @@ from dsbd_cli.engine.iteration.state import BatchState
 from dsbd_cli.engine.iteration.verify_forest import VerifiedForest, verify_forest
 from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.engine.verify.base import Rule
-from dsbd_cli.ops.interface import Ops
+from dsbd_cli.ops.interface import Ops, host_reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,11 +221,12 @@ class Iteration:
 
     def _draft_kernel(self, sizes: ForestSizes) -> ModuleType | None:
         """Return the kernels that write the forest; None where tensor code does. Those of a GPU know no gate."""
+        device = self.state.table.used.device
         if (
             self.legal is not None
             or not self.drafter.by_kernel
             or self.observer.attached
-            or (self.gate is not None and (self.state.warp.scope == "beam" or self.state.table.used.is_cuda))
+            or (self.gate is not None and (self.state.warp.scope == "beam" or not host_reads(device)))
             or sizes.draft_backlog > MERGED_BACKLOG
         ):
             return None
@@ -242,7 +243,7 @@ class Iteration:
     def _target_input(self) -> ForestInput:
         """Return the target's input over all nodes."""
         state, shape, prompt = self.state, self.shape, None
-        if self.caches.target.device.type != "cpu":
+        if not host_reads(self.caches.target.device):
             # Every node sees the common prefix. With prompt_slots, where equal bits are promised, only the slots of
             # prompts count: one for each token of a prompt but the last, which was the first root.
             prompt = state.table.common_prefix if shape.prompt_slots is None else state.beams.depth - state.beams.length

@@ -68,10 +68,12 @@ class BesideTransformers:
         assert self._peer is not None
         ids = self._encoded(prompt).ids
         start = time.perf_counter()
-        (found,) = self._peer.run([ids], 0)
+        (delivered,) = self._peer.run([ids], 0)
         seconds = time.perf_counter() - start
-        ranked = zip(found.ranked, found.scores, strict=True)
-        return TimedBeams(tuple(Beam(self._peer.text(one), one, score) for one, score in ranked), seconds)
+        ranked = zip(delivered.ranked, delivered.scores, strict=True)
+        return TimedBeams(
+            tuple(Beam(self._peer.text(ids_of_beam), ids_of_beam, score) for ids_of_beam, score in ranked), seconds
+        )
 
     def _encoded(self, text: str) -> Prompt:
         meta = {"messages": [{"role": "user", "content": text}]} if self.chat else {}
@@ -82,7 +84,7 @@ class BesideTransformers:
         start = time.perf_counter()
         result = self._engine.generate(prompt.request(prompt.record.id, 0, sampling))
         seconds = time.perf_counter() - start
-        beams = tuple(Beam(one.text, one.token_ids, one.score) for one in result.hypotheses)
+        beams = tuple(Beam(beam.text, beam.token_ids, beam.score) for beam in result.hypotheses)
         return TimedBeams(beams, seconds, result.stats)
 
     def _beam_search(self, sampling: SamplingConfig) -> Peer:

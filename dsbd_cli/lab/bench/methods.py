@@ -34,7 +34,7 @@ class _Axis:
 def bench_drafters() -> tuple[str, ...]:
     """Return the drafters that a loaded pair can be run with. A bridge is not among them: it needs a draft with a
     tokenizer of its own."""
-    return tuple(name for name, one in DRAFTERS.items() if not one.bridges)
+    return tuple(name for name, drafter in DRAFTERS.items() if not drafter.bridges)
 
 
 def _drafter(text: str) -> str:

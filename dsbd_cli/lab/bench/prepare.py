@@ -13,7 +13,6 @@ from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.engine.protocols import EncoderDecoderCodec, TextCodec
 from dsbd_cli.errors import InvalidRowError, PromptTooLongError, UsageError, plural
 from dsbd_cli.io.records.file_roots import FILE_FIELDS
-from dsbd_cli.lab.bench.choice import DEFAULT_TOLERANCE
 from dsbd_cli.lab.bench.sweep import SweepSetting
 from dsbd_cli.lab.tasks.dataset import Dataset
 from dsbd_cli.lab.tasks.record import TaskRecord
@@ -35,10 +34,7 @@ class BenchSpec:
         batch_size: requests that are decoded together.
         seed: of the noise; each record derives its own from this one and its id.
         notes: notes on the plan, which are reported with the results.
-        dev_records: number of dev records of each data set that has some, at most; thresholds of rule fuzzy are chosen
-            on them. 0: nothing is chosen.
         grammar: for every answer to a record that has no grammar of its own.
-        tolerance: by how much the score of a chosen threshold may be below that of the target's own distribution.
     """
 
     datasets: Sequence[Dataset]
@@ -50,9 +46,7 @@ class BenchSpec:
     seed: int = 0
     data: str | None = None
     notes: Sequence[str] = ()
-    dev_records: int = 0
     grammar: Grammar | None = None
-    tolerance: float = DEFAULT_TOLERANCE
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.protocols import EncoderDecoderModel
 from dsbd_cli.errors import UsageError
 from dsbd_cli.io.records.record_parts import sampling_fields
-from dsbd_cli.lab.bench.choice import choose, curves, doubts
 from dsbd_cli.lab.bench.prepare import BenchSpec, Prepared, prepare, window_size
 from dsbd_cli.lab.bench.runners import make_runner
 from dsbd_cli.lab.bench.sweep import SweepSetting
@@ -20,21 +19,19 @@ from dsbd_cli.lab.bench.tally import Tally, paired_of, ratios_of
 from dsbd_cli.lab.metrics.energy import find_meter
 from dsbd_cli.lab.metrics.environment import environment
 from dsbd_cli.lab.metrics.memory import PeakMemory, synchronise
-from dsbd_cli.lab.reports.bench_data import BenchReport, BenchRow
+from dsbd_cli.lab.reports.bench_data import BenchReport
 
 OnWindow = Callable[[int, int, str, float | None], None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BenchPart:
-    """Records of a task and the settings that answer them. dev: a threshold is chosen on the records, and they are not
-    reported alone."""
+    """Records of a task and the settings that answer them."""
 
     task: str
     data: Prepared
     settings: tuple[SweepSetting, ...]
     rounds: int
-    dev: bool = False
 
 
 class Bench:
@@ -63,8 +60,15 @@ class Bench:
         self._memory = PeakMemory(device)
         self._stopping = False
         size, room = window_size(spec.batch_size), self._room()
-        self._curves = curves(spec.settings) if spec.dev_records else ()
-        self._parts = list(self._make_parts(size, room))
+        self._parts = [
+            BenchPart(
+                dataset.name,
+                prepare(dataset, pair.codec, spec.records, size, room, spec.sampling),
+                tuple(spec.settings),
+                spec.rounds,
+            )
+            for dataset in spec.datasets
+        ]
         ids = [prompt.ids for part in self._parts for window in part.data.windows for prompt in window]
         longest = max(map(len, ids))
         self._runners = {setting: make_runner(pair, setting, spec, longest) for setting in spec.settings}
@@ -130,54 +134,31 @@ class Bench:
 
     def report(self) -> BenchReport:
         """Return the report of what has been measured so far."""
-        rows, dev_rows = self._rows(dev=False), self._rows(dev=True)
-        chosen_from = [
-            (part.task, curve, {row.name: row for row in dev_rows if row.task == part.task}, self._spec.tolerance)
-            for part in self._parts
-            for curve in self._curves
-            if part.dev and all(len(self._tallies[part, one].speeds) == len(part.data.windows) for one in part.settings)
+        tallies = [tally for tally in self._tallies.values() if tally.speeds]
+        paired = paired_of(tallies)
+        rows = [
+            tally.row(ratios_of(tally, tallies), self._meter, self._memory.source, paired[tally]) for tally in tallies
         ]
-        choices = [choose(*one) for one in chosen_from]
-        doubted = [note for one in chosen_from for note in doubts(*one)]
         data_notes = [note for part in self._parts for note in part.data.notes]
-        notes = list(dict.fromkeys([*self._spec.notes, *data_notes, *self._failures(), *doubted]))
+        notes = list(dict.fromkeys([*self._spec.notes, *data_notes, *self._failures()]))
         if not self._meter.available:
             notes.append(f"energy is not measured: {self._meter.reason}")
         elif self._meter.idle_watts is not None:
             notes.append(f"energy by {self._meter.source}; the idle machine draws {self._meter.idle_watts:.1f} W")
-        complete = not self._stopping
-        return BenchReport(rows, self._environment, self._about(), notes, complete, dev_rows, choices)
+        return BenchReport(rows, self._environment, self._about(), notes, not self._stopping)
 
     def _failures(self) -> Iterator[str]:
         """Yield a note for each data set on which some method has failed to answer."""
         for part in self._parts:
-            failed = [tally for (one, _), tally in self._tallies.items() if one is part and tally.failed]
+            failed = [
+                tally for (part_of_tally, _), tally in self._tallies.items() if part_of_tally is part and tally.failed
+            ]
             if failed:
                 counts = ", ".join(f"{tally.setting.name} {tally.failed}" for tally in failed)
                 yield (
                     f"{part.data.dataset.name}: records without an answer, which count as wrong: {counts}; "
                     f"the first: {failed[0].first_error}"
                 )
-
-    def _make_parts(self, size: int, room: int | None) -> Iterator[BenchPart]:
-        """Yield the parts of the run: on every data set all settings, on its dev records the curves and references."""
-        spec, codec = self._spec, self._pair.codec
-        wanted = {one for curve in self._curves for one in (curve.reference, *curve.settings)}
-        tuned = tuple(one for one in spec.settings if one in wanted)
-        for dataset in spec.datasets:
-            if tuned and dataset.dev is not None:
-                data = prepare(dataset.dev, codec, spec.dev_records, size, room, spec.sampling)
-                yield BenchPart(dataset.name, data, tuned, rounds=1, dev=True)
-            data = prepare(dataset, codec, spec.records, size, room, spec.sampling)
-            yield BenchPart(dataset.name, data, tuple(spec.settings), spec.rounds)
-
-    def _rows(self, *, dev: bool) -> list[BenchRow]:
-        """Return the rows of the dev records (`dev`), or of the test records."""
-        tallies = [tally for (part, _), tally in self._tallies.items() if part.dev == dev and tally.speeds]
-        paired = paired_of(tallies)
-        return [
-            tally.row(ratios_of(tally, tallies), self._meter, self._memory.source, paired[tally]) for tally in tallies
-        ]
 
     @property
     def _done(self) -> int:
@@ -237,7 +218,6 @@ class Bench:
             "batch_size": spec.batch_size,
             "window_records": window_size(spec.batch_size),
             "rounds": spec.rounds,
-            "dev_records": spec.dev_records if self._curves else 0,
             "seed": spec.seed,
             "data": spec.data,
             "notes": list(spec.notes),

@@ -92,9 +92,9 @@ class EngineRunner:
         for model in self._engine.models:
             model.release()
         return [
-            self._answer(prompt, results[samples_per_prompt * place : samples_per_prompt * (place + 1)])
-            for place, prompt in enumerate(prompts)
-            if len(results) >= samples_per_prompt * (place + 1)
+            self._answer(prompt, results[samples_per_prompt * index : samples_per_prompt * (index + 1)])
+            for index, prompt in enumerate(prompts)
+            if len(results) >= samples_per_prompt * (index + 1)
         ]
 
     def _requests(self, prompt: Prompt) -> Iterator[Request]:
@@ -104,8 +104,8 @@ class EngineRunner:
             yield prompt.request(name, prompt.seed(self._seed), sampling, self._grammar)
             return
         own = prompt.record.request
-        for place in range(self._samples):
-            sample = f"{name}/{place}"
+        for number in range(self._samples):
+            sample = f"{name}/{number}"
             seed = derive_seed(self._seed if own is None else own.seed, sample)
             yield prompt.request(sample, seed, sampling, self._grammar)
 
@@ -121,19 +121,19 @@ class EngineRunner:
     def _answer(self, prompt: Prompt, results: list[RequestResult]) -> BestAnswer:
         stats = RequestStats.total(result.stats for result in results)
         kv_bytes = sum(result.stats.kv_peak_slots for result in results) * self._slot_bytes
-        found = [one for result in results for one in result.hypotheses]
-        if not found:
+        beams = [beam for result in results for beam in result.hypotheses]
+        if not beams:
             return BestAnswer("", 0, None, stats, kv_bytes, f"record {prompt.record.id}: {results[0].error}")
-        best = found[0]
+        best = beams[0]
         if self._pick is None:
-            ranked = tuple(_named(one.answer_id, one.text) for one in found)
+            ranked = tuple(_named(beam.answer_id, beam.text) for beam in beams)
             return BestAnswer(best.text, best.num_tokens, best.logprob, stats, kv_bytes, ranked=ranked)
         if self._pick == "exec":
             assert prompt.runs is not None, "checked before the run"
-            best = next((one for one in found if prompt.runs(one.text)), best)
+            best = next((beam for beam in beams if prompt.runs(beam.text)), best)
         else:
-            candidates = tuple(Candidate(one.text, one.logprob, one.score, {}) for one in found)
-            best = found[self._chooser.choose(CandidateRow(0, 0, prompt.record.id, "", candidates)).beam]
+            candidates = tuple(Candidate(beam.text, beam.logprob, beam.score, {}) for beam in beams)
+            best = beams[self._chooser.choose(CandidateRow(0, 0, prompt.record.id, "", candidates)).beam]
         return BestAnswer(best.text, best.num_tokens, best.logprob, stats, kv_bytes)
 
 
@@ -159,25 +159,27 @@ class PeerRunner:
     def run(self, prompts: Sequence[Prompt]) -> list[BestAnswer]:
         """Answer the prompts in order. Returns no answers for a window during which `stop` was called."""
         groups: dict[SamplingConfig, list[int]] = {}
-        for place, prompt in enumerate(prompts):
-            groups.setdefault(prompt.sampling(self._spec.sampling, self._changes), []).append(place)
-        found: dict[int, tuple[Peer, Delivered]] = {}
+        for index, prompt in enumerate(prompts):
+            groups.setdefault(prompt.sampling(self._spec.sampling, self._changes), []).append(index)
+        delivered: dict[int, tuple[Peer, Delivered]] = {}
         for sampling, places in groups.items():
-            peer, together = self._peer(sampling), [prompts[place] for place in places]
-            found |= {place: (peer, one) for place, one in zip(places, self._deliver(peer, together), strict=False)}
+            peer, together = self._peer(sampling), [prompts[index] for index in places]
+            delivered |= {
+                index: (peer, answer) for index, answer in zip(places, self._deliver(peer, together), strict=False)
+            }
         if self._stopped:
             return []
-        self._delivered = [found[place] for place in range(len(prompts))]
+        self._delivered = [delivered[index] for index in range(len(prompts))]
         return [
             BestAnswer(
-                one.text,
-                len(one.token_ids),
+                answer.text,
+                len(answer.token_ids),
                 None,
                 None,
-                one.kv_bytes,
-                ranked=tuple(self._name(peer, ids) for ids in one.ranked),
+                answer.kv_bytes,
+                ranked=tuple(self._name(peer, ids) for ids in answer.ranked),
             )
-            for peer, one in self._delivered
+            for peer, answer in self._delivered
         ]
 
     def _peer(self, sampling: SamplingConfig) -> Peer:
@@ -216,7 +218,7 @@ class PeerRunner:
     def logprobs(self, prompts: Sequence[Prompt], answers: Sequence[BestAnswer]) -> list[float]:
         """Return the log-probabilities of the last window's answers, by one plain forward of the target for each."""
         both = zip(_peer_inputs(prompts), self._delivered, strict=True)
-        return [peer.logprob(asked, one) for asked, (peer, one) in both]
+        return [peer.logprob(asked, answer) for asked, (peer, answer) in both]
 
     def stop(self) -> None:
         """End after the current token."""

@@ -55,7 +55,7 @@ def mcnemar(better: int, worse: int) -> float:
     """Return the exact two-sided p value of the discordant records, of which each would be better or worse with equal
     chance if the methods did not differ (McNemar 1947)."""
     count = better + worse
-    tail = sum(math.comb(count, place) for place in range(min(better, worse) + 1))
+    tail = sum(math.comb(count, wins) for wins in range(min(better, worse) + 1))
     return float(min(1.0, 2 * tail / 2**count))
 
 
@@ -83,11 +83,11 @@ def _extreme(patterns: NDArray[np.int64], data: NDArray[np.float64], least: floa
 
 def holm(values: Sequence[float]) -> list[float]:
     """Adjust p values of several tests so that each may be read alone (Holm 1979)."""
-    found, highest = [1.0] * len(values), 0.0
-    for done, place in enumerate(sorted(range(len(values)), key=lambda one: values[one])):
-        highest = max(highest, min(1.0, (len(values) - done) * values[place]))
-        found[place] = highest
-    return found
+    adjusted, highest = [1.0] * len(values), 0.0
+    for done, index_of_value in enumerate(sorted(range(len(values)), key=lambda index: values[index])):
+        highest = max(highest, min(1.0, (len(values) - done) * values[index_of_value]))
+        adjusted[index_of_value] = highest
+    return adjusted
 
 
 def paired_tests(pairs: Sequence[tuple[str, Sequence[float], Sequence[float]]]) -> list[PairedTest]:
@@ -98,9 +98,9 @@ def paired_tests(pairs: Sequence[tuple[str, Sequence[float], Sequence[float]]]) 
     """
     tests, values = [], []
     for _, mine, other in pairs:
-        differences = [one - base for one, base in zip(mine, other, strict=True)]
-        better = sum(one > ROUNDING for one in differences)
-        worse = sum(one < -ROUNDING for one in differences)
+        differences = [value - base for value, base in zip(mine, other, strict=True)]
+        better = sum(difference > ROUNDING for difference in differences)
+        worse = sum(difference < -ROUNDING for difference in differences)
         exact = yes_or_no(mine) and yes_or_no(other)
         values.append(mcnemar(better, worse) if exact else sign_flip(differences))
         tests.append((better, worse, math.fsum(differences) / len(differences), "mcnemar" if exact else "sign-flip"))

@@ -39,11 +39,13 @@ class SweepSetting:
 
     def fields(self) -> dict[str, object]:
         """Return all settings under the library's names."""
-        found = {name: value for name, value in dataclasses.asdict(self.config).items() if not name.startswith("_")}
+        setting_fields = {
+            name: value for name, value in dataclasses.asdict(self.config).items() if not name.startswith("_")
+        }
         if isinstance(self.config, MethodConfig):
-            del found["settings"]
-            found |= self.config.resolved
-        return found
+            del setting_fields["settings"]
+            setting_fields |= self.config.resolved
+        return setting_fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +59,12 @@ class SweepPlan:
         """Return the plan without the settings `left`. methods: the text of --methods. fault: the reason, for the note.
         Raises UsageError where `methods` names one of them."""
         named = [name.strip() for name in (methods or "").split(",")]
-        if asked := next((one.method for one in left if one.method in named), None):
+        if asked := next((setting.method for setting in left if setting.method in named), None):
             raise UsageError(f"--methods: {asked} cannot be run, because {fault}: leave it out")
         if not left:
             return self
-        kept = tuple(one for one in self.settings if one not in left)
-        names = ", ".join(dict.fromkeys(one.method for one in left))
+        kept = tuple(setting for setting in self.settings if setting not in left)
+        names = ", ".join(dict.fromkeys(setting.method for setting in left))
         return SweepPlan(kept, (*self.notes, f"left out: {names}: {fault}"))
 
 
@@ -83,8 +85,8 @@ def choose_methods(
 
     names = [] if text is None else [name.strip() for name in text.split(",")]
     chosen, notes = [name for name in names if name != "all"], []
-    for place, name in enumerate(names):
-        if name in names[:place]:
+    for index, name in enumerate(names):
+        if name in names[:index]:
             raise UsageError(f"--methods: {name} stands there twice: drop one")
         if name == "all":
             continue

@@ -70,9 +70,9 @@ class Tally:
         self._records = self.failed = 0
         self.first_error: str | None = None
 
-    def add_time(self, place: tuple[int, int], tokens: int, window: EnergyWindow, peak: int | None) -> None:
+    def add_time(self, round_and_batch: tuple[int, int], tokens: int, window: EnergyWindow, peak: int | None) -> None:
         """Add one timed window. place: its round and number. peak: bytes; None where it was not measured."""
-        self.speeds[place] = tokens / window.seconds
+        self.speeds[round_and_batch] = tokens / window.seconds
         self._tokens += tokens
         self._seconds += window.seconds
         if window.joules is not None:
@@ -87,11 +87,11 @@ class Tally:
     ) -> None:
         """Add the answers of the first round with their scores and log-probabilities. An answer that failed counts as
         wrong, even where the reference is empty."""
-        for answer, found, logprob in zip(answers, scores, logprobs, strict=True):
+        for answer, score, logprob in zip(answers, scores, logprobs, strict=True):
             self._records += 1
             self.failed += answer.error is not None
             self.first_error = self.first_error or answer.error
-            for name, value in found.items():
+            for name, value in score.items():
                 self._scores.setdefault(name, []).append(value if answer.error is None else 0.0)
             if answer.error is None:
                 self._logprob += logprob
@@ -149,24 +149,28 @@ class Tally:
 
 def ratios_of(tally: Tally, others: Sequence[Tally]) -> dict[str, list[float]]:
     """Return, for each baseline, the ratios of this tally's speed to the baseline's in the same round and window."""
-    found = {}
+    ratios = {}
     for name in BASELINES:
         if (base := _baseline_of(tally, others, name)) is None:
             continue
-        pairs = [tally.speeds[place] / speed for place, speed in base.speeds.items() if speed and place in tally.speeds]
+        pairs = [
+            tally.speeds[round_and_batch] / speed
+            for round_and_batch, speed in base.speeds.items()
+            if speed and round_and_batch in tally.speeds
+        ]
         if pairs:
-            found[name] = pairs
-    return found
+            ratios[name] = pairs
+    return ratios
 
 
 def paired_of(tallies: Sequence[Tally]) -> dict[Tally, dict[str, PairedTest]]:
     """Return, for every tally, the paired tests of its main scores against each baseline's. Holm's correction is over
     the methods of a task."""
-    found: dict[Tally, dict[str, PairedTest]] = {tally: {} for tally in tallies}
+    tests: dict[Tally, dict[str, PairedTest]] = {tally: {} for tally in tallies}
     for task in dict.fromkeys(tally.task for tally in tallies):
         for name in BASELINES:
             compared, pairs = [], []
-            for tally in (one for one in tallies if one.task == task):
+            for tally in (other for other in tallies if other.task == task):
                 base = _baseline_of(tally, tallies, name)
                 # where a run was stopped, one may have answered more windows; both began with the same records
                 scores = list(zip(tally.main_scores, base.main_scores, strict=False)) if base is not None else []
@@ -174,15 +178,17 @@ def paired_of(tallies: Sequence[Tally]) -> dict[Tally, dict[str, PairedTest]]:
                     compared.append(tally)
                     pairs.append((base.setting.name, [mine for mine, _ in scores], [other for _, other in scores]))
             for tally, test in zip(compared, paired_tests(pairs), strict=True):
-                found[tally][name] = test
-    return found
+                tests[tally][name] = test
+    return tests
 
 
 def _baseline_of(tally: Tally, others: Sequence[Tally], name: str) -> Tally | None:
     """Return the baseline with as many beams, or else its first setting (a method with one beam has no other). Returns
     None for the baseline itself, and where it was not run."""
-    candidates = [one for one in others if one.task == tally.task and one.setting.method == name]
+    candidates = [other for other in others if other.task == tally.task and other.setting.method == name]
     if not candidates or tally.setting.method == name:
         return None
-    same = [one for one in candidates if one.setting.config.num_beams == tally.setting.config.num_beams]
+    same = [
+        candidate for candidate in candidates if candidate.setting.config.num_beams == tally.setting.config.num_beams
+    ]
     return (same or candidates)[0]

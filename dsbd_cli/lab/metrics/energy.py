@@ -100,14 +100,14 @@ def _zones(root: Path) -> list[Path]:
     (psys, the whole board, which would include the packages)."""
     if not root.is_dir():
         return []
-    found = [
+    zones = [
         zone
         for zone in sorted(root.iterdir())
         # intel-rapl:0 is a package, intel-rapl:0:1 a part of it; intel-rapl-mmio repeats the same packages
         if zone.name.count(":") == 1 and zone.name.startswith("intel-rapl:") and (zone / "energy_uj").exists()
     ]
-    packages = [zone for zone in found if (zone / "name").read_text().startswith("package")]
-    return packages or found[:1]
+    packages = [zone for zone in zones if (zone / "name").read_text().startswith("package")]
+    return packages or zones[:1]
 
 
 class EnergyMeter:

@@ -41,8 +41,8 @@ def environment(command: Sequence[str], device: str) -> dict[str, object]:
 
 def versions() -> dict[str, str | None]:
     """Return the installed version of each package; None for a package that is not installed."""
-    found: dict[str, str | None] = {"dsbd": __version__, "python": platform.python_version()}
-    return found | {name: installed(name) for name in PACKAGES}
+    versions_of: dict[str, str | None] = {"dsbd": __version__, "python": platform.python_version()}
+    return versions_of | {name: installed(name) for name in PACKAGES}
 
 
 def installed(package: str) -> str | None:

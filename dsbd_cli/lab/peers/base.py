@@ -110,7 +110,7 @@ class Peer:
 
 def delivered(row: Sequence[int], eos: Sequence[int]) -> tuple[int, ...]:
     """Return the tokens up to and with the first end token."""
-    end = next((place + 1 for place, token in enumerate(row) if token in eos), len(row))
+    end = next((index + 1 for index, token in enumerate(row) if token in eos), len(row))
     return tuple(row[:end])
 
 

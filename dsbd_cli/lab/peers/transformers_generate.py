@@ -153,12 +153,12 @@ class TransformersPeer(Peer):
         )
 
     def _batch(self, prompts: Sequence[Asked]) -> Iterator[Delivered]:
-        sources = [self._read(one) for one in prompts if isinstance(one, Request)]
+        sources = [self._read(request) for request in prompts if isinstance(request, Request)]
         if not sources:
-            texts = [one for one in prompts if not isinstance(one, Request)]
+            texts = [text for text in prompts if not isinstance(text, Request)]
             yield from self._answers(len(texts), *self._padded(texts))
         # padding would change what the model reads, so only inputs of one shape share a batch
-        for _, alike in itertools.groupby(sources, key=lambda one: (one.encoder_input.shape, len(one.prompt))):
+        for _, alike in itertools.groupby(sources, key=lambda source: (source.encoder_input.shape, len(source.prompt))):
             together = list(alike)
             yield from self._answers(len(together), *self._stacked(together), whole=True)
 
@@ -194,9 +194,9 @@ class TransformersPeer(Peer):
             kv_bytes = None if cache_bytes is None else cache_bytes // count
             yield Delivered(ranked[0], self.text(ranked[0]), kv_bytes, ranked, tuple(scores[part]))
 
-    def _stacked(self, found: Sequence[EncoderRequest]) -> tuple[Tensor, int, dict[str, object]]:
+    def _stacked(self, sources: Sequence[EncoderRequest]) -> tuple[Tensor, int, dict[str, object]]:
         """Return features [B, ...] of one shape, how many tokens answers begin with, and options of generate."""
-        begin = torch.tensor([one.prompt for one in found], device=self._target.device)
+        begin = torch.tensor([source.prompt for source in sources], device=self._target.device)
         options: dict[str, object] = {"decoder_input_ids": begin}
         assert isinstance(self._codec, Seq2SeqCodec)
         if self._rules.timestamps and (times := self._codec.timestamps) is not None:
@@ -206,7 +206,7 @@ class TransformersPeer(Peer):
             options["logits_processor"] = LogitsProcessorList(
                 [WhisperTimeStampLogitsProcessor(config, begin_index=begin.shape[1])]
             )
-        features = torch.stack([one.encoder_input for one in found]).to(self._target.weights_dtype)
+        features = torch.stack([source.encoder_input for source in sources]).to(self._target.weights_dtype)
         return features, begin.shape[1], options
 
     def _padded(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, int, dict[str, object]]:
@@ -216,9 +216,9 @@ class TransformersPeer(Peer):
         mask = torch.zeros_like(tokens)
         has_encoder = isinstance(self._target, Seq2SeqForestModel)
         for row, prompt in enumerate(prompts):
-            place = slice(0, len(prompt)) if has_encoder else slice(width - len(prompt), width)
-            tokens[row, place] = torch.tensor(prompt)
-            mask[row, place] = 1
+            columns = slice(0, len(prompt)) if has_encoder else slice(width - len(prompt), width)
+            tokens[row, columns] = torch.tensor(prompt)
+            mask[row, columns] = 1
         return tokens, 1 if has_encoder else width, {"attention_mask": mask.to(self._target.device)}
 
     def _allowed(self, trie: Trie, width: int, row: int, ids: Tensor) -> list[int]:
@@ -237,7 +237,7 @@ def _cache_bytes(cache: object) -> int:
     """Return the bytes of all keys and values in a transformers cache, those of cross-attention included."""
     parts = [getattr(cache, name, None) for name in ("self_attention_cache", "cross_attention_cache")]
     caches = [cache, *(part for part in parts if part is not None)]
-    layers = [layer for one in caches for layer in getattr(one, "layers", ())]
+    layers = [layer for cache in caches for layer in getattr(cache, "layers", ())]
     tensors = [tensor for layer in layers for tensor in (layer.keys, layer.values) if tensor is not None]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 

@@ -22,13 +22,13 @@ def warnings(machine: Machine, measured: Sequence[MeasuredSetting]) -> list[str]
             f"load average {load:.1f} on {machine.cores} cores before the first measurement: "
             "other processes share the machine, so the timings say little"
         )
-    for one in measured:
-        if one.seconds.relative > WIDE_SPREAD:
+    for setting in measured:
+        if setting.seconds.relative > WIDE_SPREAD:
             notes.append(
-                f"runs of {one.setting.label} spread by {one.seconds.relative:.0%} "
-                f"({one.seconds.low:.2f} to {one.seconds.high:.2f} s): measure again on a quiet machine"
+                f"runs of {setting.setting.label} spread by {setting.seconds.relative:.0%} "
+                f"({setting.seconds.low:.2f} to {setting.seconds.high:.2f} s): measure again on a quiet machine"
             )
-    if faster := [one.setting.label for one in measured if (one.forward.share_of_floor or 0) > 1]:
+    if faster := [setting.setting.label for setting in measured if (setting.forward.share_of_floor or 0) > 1]:
         notes.append(
             f"forwards of {', '.join(faster)} took less than their floor: the copy and the matrix product that it is "
             "computed from ran slower than the model, so roofline says too much"
@@ -37,13 +37,19 @@ def warnings(machine: Machine, measured: Sequence[MeasuredSetting]) -> list[str]
 
 
 def drafting(run: ProfiledRun) -> list[str]:
-    """Return notes on the phase `draft` where it does not consist of forwards of a draft model over the forest's
-    nodes."""
+    """Return notes on what each of two drafters brought, and on the phase `draft` where it does not consist of forwards
+    of a draft model over the forest's nodes."""
     method = run.method
+    shares = [
+        f"{name} {drafter.accepted} of {drafter.drafted} nodes"
+        + (f" ({drafter.accepted / drafter.drafted:.0%})" if drafter.drafted else "")
+        for name, drafter in run.stats.drafters.items()
+    ]
+    both = [f"accepted: {', '.join(shares)}; a node that both proposed is the first one's"] if shares else []
     if not method.depth or drafts_nodes(method):
-        return []
+        return both
     if not method.bridges:
-        return [f"drafter {method.drafter} runs no draft model: its phase draft is look-ups in tensors"]
+        return [*both, f"drafter {method.drafter} runs no draft model: its phase draft is look-ups in tensors"]
     calls = run.stats.draft_calls / max(run.stats.target_calls, 1)
     return [
         "drafter bridge reads the host in its phase draft by design: the beams once an iteration and the best tokens "
@@ -68,14 +74,14 @@ def missing(budget: Budget) -> list[str]:
 def notes(now: MeasuredSetting, tried: Sequence[MeasuredSetting], best: ForestSize) -> list[str]:
     """Return notes on what the runs show about the setting in use and the recommended one."""
     notes = []
-    plain = next((one for one in tried if not one.setting.depth), None)
+    plain = next((setting for setting in tried if not setting.setting.depth), None)
     if plain is not None and now.setting.depth:
         ratio = now.tokens_per_s.median / plain.tokens_per_s.median
         if ratio < 1:
             notes.append(f"speculation does not pay as set: no draft is {1 / ratio:.2f} times as fast (measured)")
         else:
             notes.append(f"speculation pays: {ratio:.2f} times the tokens/s of no draft (measured)")
-        drafted = [one.tokens_per_s.median for one in (now, *tried) if one.setting.depth]
+        drafted = [setting.tokens_per_s.median for setting in (now, *tried) if setting.setting.depth]
         if not best.depth and max(drafted) < plain.tokens_per_s.median:
             notes.append("no D and K that was run with this drafter is faster: use no draft")
         elif not best.depth and ratio >= 1:
@@ -88,17 +94,17 @@ def notes(now: MeasuredSetting, tried: Sequence[MeasuredSetting], best: ForestSi
     return notes
 
 
-def choose(found: Sequence[tuple[ForestSize, float]], num_beams: int) -> ForestSize:
+def choose(speeds: Sequence[tuple[ForestSize, float]], num_beams: int) -> ForestSize:
     """Choose the fastest of several settings, which are given with their tokens/s.
 
     Where the width varies, choose the widest setting within 5 % of the fastest, because narrow beams lose text. Without
     a draft the width is W, because all beams live.
     """
-    fastest, speed = max(found, key=lambda one: one[1])
-    if all(setting.min_width is None for setting, _ in found):
+    fastest, speed = max(speeds, key=lambda pair: pair[1])
+    if all(setting.min_width is None for setting, _ in speeds):
         return fastest
 
     def width(setting: ForestSize) -> int:
         return num_beams if not setting.depth else setting.min_width or 0
 
-    return max((one for one in found if one[1] >= NEAR * speed), key=lambda one: (width(one[0]), one[1]))[0]
+    return max((pair for pair in speeds if pair[1] >= NEAR * speed), key=lambda pair: (width(pair[0]), pair[1]))[0]

@@ -121,11 +121,11 @@ def _broken(name: str, error: Exception) -> Check:
 
 
 def _versions() -> tuple[State, str, Facts]:
-    found = versions() | {name: installed(name) for name in OPTIONAL}
+    installed_versions = versions() | {name: installed(name) for name in OPTIONAL}
     commit = own_commit()
-    shown = [f"{name} {version}" for name, version in found.items() if version is not None]
+    shown = [f"{name} {version}" for name, version in installed_versions.items() if version is not None]
     shown[0] += f" ({commit})" if commit else ""
-    return "ok", ", ".join(shown), {"versions": found, "commit": commit}
+    return "ok", ", ".join(shown), {"versions": installed_versions, "commit": commit}
 
 
 def _machine() -> tuple[State, str, Facts]:
@@ -186,10 +186,10 @@ def _pair(target: ModelSpec, draft: ModelSpec) -> tuple[State, str, Facts]:
         return "ok", "the draft is the target's own MTP layer", {}
     if is_head(local_folder(draft)):
         return "ok", "the draft is a head, which has no tokenizer; whether it fits is told at load", {}
-    found = fit(target, draft)
-    limit = "no limit of positions" if found.positions is None else f"{found.positions:,} positions"
-    text = "; ".join([f"target and draft fit: {found.tokens:,} tokens in common, {limit}", *found.notes])
-    return "ok", text, {"tokens": found.tokens, "positions": found.positions, "notes": list(found.notes)}
+    fitted = fit(target, draft)
+    limit = "no limit of positions" if fitted.positions is None else f"{fitted.positions:,} positions"
+    text = "; ".join([f"target and draft fit: {fitted.tokens:,} tokens in common, {limit}", *fitted.notes])
+    return "ok", text, {"tokens": fitted.tokens, "positions": fitted.positions, "notes": list(fitted.notes)}
 
 
 def _load(target: ModelSpec, draft: ModelSpec | None) -> tuple[LoadedPair, float]:
@@ -286,20 +286,20 @@ def _kernels(pair: LoadedPair) -> tuple[State, str, Facts]:
     from dsbd_cli.ops.select import rejected_kernels
 
     target, ops_by_backend = pair.target, dict[tuple[str, str], list[str]]()
-    found = {one.op: one for one in (*target.ops.report, *iteration_ops(target.device, None).report)}
-    for one in found.values():
-        ops_by_backend.setdefault((one.backend, one.reason), []).append(one.op)
+    reports = {report.op: report for report in (*target.ops.report, *iteration_ops(target.device, None).report)}
+    for report in reports.values():
+        ops_by_backend.setdefault((report.backend, report.reason), []).append(report.op)
     products, wrong = _products(target), rejected_kernels(target.device, None)
-    ours = sum(getattr(one, "compiled", False) for one in products)
+    ours = sum(getattr(product, "compiled", False) for product in products)
     facts: Facts = {
-        "ops": {name: {"backend": one.backend, "reason": one.reason} for name, one in found.items()},
+        "ops": {name: {"backend": report.backend, "reason": report.reason} for name, report in reports.items()},
         "linear_layers": len(products),
         "linear_layers_as_kernels": ours,
     }
     lines = [f"{backend}: {', '.join(names)} ({reason})" for (backend, reason), names in ops_by_backend.items()]
     if target.device.type == "cpu":
         lines.append(f"{ours} of {len(products)} linear layers run as kernels of numba")
-    served = any(one.backend != "torch" for one in found.values())
+    served = any(report.backend != "torch" for report in reports.values())
     return "broken" if wrong else "ok" if served else "off", "; ".join([*lines, *wrong]), facts
 
 
@@ -317,7 +317,7 @@ def _products(target: ForestModel) -> list[object]:
         return [*(getattr(layer, name) for layer in weights.layers for name in names), weights.head]
     if not isinstance(target, TransformersForest):
         return []
-    return [one for one in target.module.modules() if isinstance(one, PackedLinear | Int8Linear | Linear)]
+    return [module for module in target.module.modules() if isinstance(module, PackedLinear | Int8Linear | Linear)]
 
 
 def _memory(pair: LoadedPair) -> tuple[State, str, Facts]:
@@ -342,7 +342,7 @@ def _memory(pair: LoadedPair) -> tuple[State, str, Facts]:
 def _prompts(target: ModelSpec) -> tuple[str, ...]:
     if target.source != BUILTIN_TARGET:
         return PROMPTS
-    return tuple(one.prompt for one in itertools.islice(TASKS["sql"].records(), len(PROMPTS)))
+    return tuple(record.prompt for record in itertools.islice(TASKS["sql"].records(), len(PROMPTS)))
 
 
 def _engine(pair: LoadedPair, *, depth: int | None, captured: bool | None = None) -> Engine:
@@ -362,14 +362,14 @@ def _texts(pair: LoadedPair, prompts: Sequence[str], captured: bool | None) -> t
     sampling = SamplingConfig(max_new_tokens=TOKENS, n_best=BEAMS)
     requests = [Request(prompt, sampling=sampling) for prompt in prompts]
     results_by_depth = [_engine(pair, depth=depth, captured=captured).generate(requests) for depth in (0, DEPTH)]
-    found = [[[(one.token_ids, one.logprob) for one in row.hypotheses] for row in rows] for rows in results_by_depth]
-    equal, total = sum(one == other for one, other in zip(*found, strict=True)), len(prompts)
-    tokens = [[[ids for ids, _ in row] for row in way] for way in found]
-    alike = sum(one == other for one, other in zip(*tokens, strict=True))
+    texts = [[[(beam.token_ids, beam.logprob) for beam in row.hypotheses] for row in rows] for rows in results_by_depth]
+    equal, total = sum(mine == other for mine, other in zip(*texts, strict=True)), len(prompts)
+    tokens = [[[ids for ids, _ in row] for row in way] for way in texts]
+    alike = sum(mine == other for mine, other in zip(*tokens, strict=True))
     drafter, them = ("the draft", "it") if pair.draft is not None else ("drafts from the prompt", "them")
     lines = f"beam search with and without {drafter}: {equal} of {total} prompts give the same {BEAMS} beams"
     stats = [row.stats for row in results_by_depth[1]]
-    steps = sum(one.steps for one in stats) / sum(one.target_calls for one in stats)
+    steps = sum(row.steps for row in stats) / sum(row.target_calls for row in stats)
     facts: Facts = {"equal": equal, "same_tokens": alike, "prompts": total, "steps_per_call": steps}
     text = f"{lines}, bit for bit; {steps:.1f} steps per target call with {them}"
     if equal == total:

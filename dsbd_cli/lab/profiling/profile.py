@@ -14,12 +14,11 @@ from dsbd_cli.engine.decoding.encode import Encoder
 from dsbd_cli.engine.planning.timing import FittedLine
 from dsbd_cli.engine.protocols import ForestInput, ForestModel
 from dsbd_cli.errors import RowError, UsageError, plural
-from dsbd_cli.lab.metrics.memory import PeakMemory, peak_rss_bytes, synchronise
+from dsbd_cli.lab.metrics.memory import synchronise
 from dsbd_cli.lab.profiling import advice
 from dsbd_cli.lab.profiling.budget import CutOffError, Expected
 from dsbd_cli.lab.profiling.machine import describe_machine, machine_rates
-from dsbd_cli.lab.profiling.probe import owners
-from dsbd_cli.lab.profiling.runs import ProfiledPair, ProfiledRun, drafts_nodes, method_for, phases_of, setting_of
+from dsbd_cli.lab.profiling.runs import ProfiledPair, ProfiledRun, method_for, phases_of, setting_of
 from dsbd_cli.lab.profiling.snapshot import Snapshot
 from dsbd_cli.lab.reports.profile_data import (
     NO_DRAFT,
@@ -27,7 +26,6 @@ from dsbd_cli.lab.reports.profile_data import (
     DrafterRate,
     ForestSize,
     MeasuredSetting,
-    MemoryOwner,
     Profile,
     Roofline,
     ShownForest,
@@ -48,22 +46,21 @@ def take_profile(
     method: MethodConfig,
     repeats: int,
     command: str,
-    resident_before: int | None,
     render: Callable[[ForestSize], str],
     show: int | None = None,
 ) -> Profile | None:
     """Measure what the budget of `bench` has time for, the most valuable parts first. Return None where it was stopped
     before the first run.
 
-    repeats: rounds of timed runs, at most. resident_before: bytes that the process held before models were loaded.
-    render: returns a command line that uses a setting. show: number of the iteration to be shown, from 1.
+    repeats: rounds of timed runs, at most. render: returns a command line that uses a setting. show: number of the
+    iteration to be shown, from 1.
 
     Raises DsbdError where a prompt cannot be decoded, UsageError where --show asks for an iteration that there is not.
     """
     bench.budget.start()
     session = _Session(bench, method)
     with suppress(CutOffError):
-        session.measure(repeats, resident_before, show)
+        session.measure(repeats, show)
     return session.profile(command, render)
 
 
@@ -75,14 +72,13 @@ class _Session:
         self._now = setting_of(method)
         self._machine = describe_machine(bench.target.device)
         self._forest: ShownForest | None = None
-        self._memory: tuple[MemoryOwner, ...] = ()
         self._first: ProfiledRun | None = None
         self._roofline: Roofline | None = None
         self._single_runs: dict[ForestSize, ProfiledRun] = {}
         self._rounds: dict[ForestSize, list[ProfiledRun]] = {}
         self._repeats = 1
 
-    def measure(self, repeats: int, resident_before: int | None, show: int | None) -> None:
+    def measure(self, repeats: int, show: int | None) -> None:
         """Measure everything, the most valuable parts first. See take_profile."""
         method, budget = self._method, self._budget
         expected = self._fit()
@@ -91,8 +87,7 @@ class _Session:
             self._forest = _forest(self._bench, method, show)
         budget.tell("warming up")
         began = budget.clock()
-        self._memory, self._first = _memory(self._bench, method, resident_before)
-        self._single_runs[self._now] = self._first
+        self._single_runs[self._now] = self._first = self._bench.timed(method, log_steps=True)
         budget.found(f"{self._now.label}: {_speed(self._first)}, the first run")
         expected = _scaled(expected, self._first, budget.clock() - began)
         if method.depth:
@@ -121,19 +116,19 @@ class _Session:
         method, budget, bench = self._method, self._budget, self._bench
         budget.tell("timing one forward")
         encoder = Encoder.alone(bench.target, bench.loaded.codec, method)
-        lengths = [_prompt_tokens(encoder, one) for one in bench.requests]
+        lengths = [_prompt_tokens(encoder, request) for request in bench.requests]
         beams, drafts = method.num_beams, method.drafts_per_layer
         nodes = sorted({beams, self._now.nodes(beams) if method.depth else 4 * beams})
         slots = -(-(max(lengths) + max(*nodes, drafts) + 1) // SLOT_STEP) * SLOT_STEP
 
         def line(role: str, model: ForestModel, counts: list[int]) -> FittedLine:
-            found, shown = FittedLine(), []
+            fitted, shown = FittedLine(), []
             for count in counts:
                 seconds = _one_forward(model, slots, count, budget.clock)
-                found.add(count, seconds)
+                fitted.add(count, seconds)
                 shown.append(f"{1000 * seconds:.3g} ms for {plural(count, 'node')}")
             budget.found(f"one forward of the {role}: {', '.join(shown)}")
-            return found
+            return fitted
 
         target, draft = line("target", bench.target, nodes), None
         if bench.draft_model is not None and method.depth:
@@ -142,17 +137,17 @@ class _Session:
         requests = _fitting(expected, bench.requests, lengths, budget.left * RUN_SHARE)
         if requests != bench.requests:
             self._bench = replace(bench, requests=requests, batch_size=min(bench.batch_size, len(requests)))
-            tokens = max(one.sampling.max_new_tokens for one in requests)
+            tokens = max(request.sampling.max_new_tokens for request in requests)
             if len(requests) < len(bench.requests):
                 budget.left_out.append(f"{len(bench.requests) - len(requests)} of {len(bench.requests)} prompts")
-            if any(one.sampling.max_new_tokens > tokens for one in bench.requests):
+            if any(request.sampling.max_new_tokens > tokens for request in bench.requests):
                 budget.left_out.append(f"new tokens beyond {tokens} of each prompt")
         return expected
 
     def _take_rounds(self, expected: Expected, repeats: int) -> None:
         """Run in turn, in several rounds, the setting in use, the fastest one that was run, and no draft."""
-        found = [(setting, run.tokens / run.seconds) for setting, run in self._single_runs.items()]
-        fastest = advice.choose(found, self._method.num_beams)
+        speeds = [(setting, run.tokens / run.seconds) for setting, run in self._single_runs.items()]
+        fastest = advice.choose(speeds, self._method.num_beams)
         settings = list(dict.fromkeys([self._now, fastest, NO_DRAFT]))
         seconds = sum(expected.run(setting) for setting in settings)
         for number in range(1, repeats + 1):
@@ -183,7 +178,7 @@ class _Session:
         )
         notes = advice.warnings(self._machine, list(measured.values()))
         notes += advice.drafting(self._first)
-        tried = [one for one in measured.values() if one.setting != now]
+        tried = [setting for setting in measured.values() if setting.setting != now]
         notes += advice.notes(measured[now], tried, best)
         notes += advice.missing(self._budget)
         return Profile(
@@ -208,7 +203,6 @@ class _Session:
             roofline=self._roofline,
             acceptance=depth_rates(self._first.stats, self._first.method.depth),
             best=best,
-            memory=self._memory,
             notes=tuple(notes),
             recommended_command=render(best),
             forest=self._forest,
@@ -227,12 +221,12 @@ def neighbours(method: MethodConfig) -> list[ForestSize]:
         return []
     depth, drafts, least = now.depth, now.drafts_per_layer, now.min_width or method.num_beams
     sizes = [(max(depth // 2, 1), drafts), (2 * depth, drafts), (depth, max(drafts // 2, least)), (depth, 2 * drafts)]
-    found = []
-    for one in dict.fromkeys(ForestSize(*size, now.min_width) for size in sizes):
+    sizes_around = []
+    for size in dict.fromkeys(ForestSize(*size, now.min_width) for size in sizes):
         with suppress(UsageError):  # a drafter may not take these numbers
-            method_for(method, one)
-            found.append(one)
-    return [one for one in found if one != now]
+            method_for(method, size)
+            sizes_around.append(size)
+    return [size for size in sizes_around if size != now]
 
 
 def _speed(run: ProfiledRun) -> str:
@@ -254,11 +248,11 @@ def _fitting(
     """Return all requests where one run of them takes at most `seconds`. Otherwise return the first ones, at least one,
     with fewer new tokens."""
 
-    def cost(place: int, most: int) -> float:
-        return expected.request(lengths[place], min(most, requests[place].sampling.max_new_tokens))
+    def cost(index: int, most: int) -> float:
+        return expected.request(lengths[index], min(most, requests[index].sampling.max_new_tokens))
 
-    whole = max(one.sampling.max_new_tokens for one in requests)
-    if sum(cost(place, whole) for place in range(len(requests))) <= seconds:
+    whole = max(request.sampling.max_new_tokens for request in requests)
+    if sum(cost(index, whole) for index in range(len(requests))) <= seconds:
         return requests
     for tokens in FEWER_TOKENS:
         count, used = 0, 0.0
@@ -268,8 +262,10 @@ def _fitting(
         if count:
             break
     return tuple(
-        replace(one, sampling=replace(one.sampling, max_new_tokens=min(tokens, one.sampling.max_new_tokens)))
-        for one in requests[: max(count, 1)]
+        replace(
+            request, sampling=replace(request.sampling, max_new_tokens=min(tokens, request.sampling.max_new_tokens))
+        )
+        for request in requests[: max(count, 1)]
     )
 
 
@@ -303,29 +299,6 @@ def _forest(bench: ProfiledPair, method: MethodConfig, number: int) -> ShownFore
     ends = codec.eos_ids
     names = [name or ("<end>" if token in ends else f"<{token}>") for token, name in enumerate(names)]
     return snapshot.shown(request.id, method.rule, steps[number - 1].steps, names, method.drafter)
-
-
-def _memory(
-    bench: ProfiledPair, method: MethodConfig, resident_before: int | None
-) -> tuple[tuple[MemoryOwner, ...], ProfiledRun]:
-    """Make a first run, which warms everything up, and measure its memory. Return the owners of memory, and the run."""
-    on_gpu = [device for device in bench.devices if device.type == "cuda"]
-    memories = [PeakMemory(device) for device in on_gpu or bench.devices]
-    for one in memories:
-        one.start()
-    run = bench.timed(method, log_steps=True)
-    peaks = [peak for one in memories if (peak := one.peak()) is not None]
-    models = [("target", bench.target)]
-    if bench.draft_model is not None and method.depth:
-        models.append(("draft", bench.draft_model))
-    sizes = [(role, found.held_bytes if (found := size_of(model)) else None) for role, model in models]
-    # a draft with tokens of its own shares no slots with the target
-    shared = models if drafts_nodes(method) else models[:1]
-    slot_bytes = sum(model.kv_bytes_per_slot() for _, model in shared)
-    before = 0 if on_gpu else resident_before
-    reserved = run.log.most_slots * slot_bytes
-    peak = sum(peaks) if peaks else peak_rss_bytes()  # where it cannot be reset: since the process began
-    return owners(sizes, run.log.peak, slot_bytes, reserved, method.num_beams, peak, before), run
 
 
 def _roofline(bench: ProfiledPair) -> Roofline | None:
@@ -376,6 +349,7 @@ def _measured(setting: ForestSize, runs: list[ProfiledRun], roofline: Roofline |
         mean_width=last.stats.mean_width,
         phases=phases_of(middle),
         forward=_forward(middle, roofline),
+        peak_memory_bytes=middle.peak_memory_bytes,
     )
 
 

@@ -20,7 +20,7 @@ from dsbd_cli.io.lines.jsonl import LineWriter
 from dsbd_cli.io.records.native_record import native_record
 from dsbd_cli.io.records.record_parts import MethodRecord
 from dsbd_cli.io.records.row import Row
-from dsbd_cli.lab.metrics.memory import synchronise
+from dsbd_cli.lab.metrics.memory import PeakMemory, synchronise
 from dsbd_cli.lab.profiling.budget import Budget, CutOffError
 from dsbd_cli.lab.profiling.timers import RunLog
 from dsbd_cli.lab.reports.profile_data import NO_DRAFT, ForestSize, Phase
@@ -61,13 +61,14 @@ def method_for(method: MethodConfig, setting: ForestSize) -> MethodConfig:
 @dataclass(frozen=True, slots=True)
 class ProfiledRun:
     """One run of all requests. seconds: wall clock from the first request to the last record written. write_s: seconds
-    of making and writing the records."""
+    of making and writing the records. peak_memory_bytes: of the process, or of the GPUs; None where it is unknown."""
 
     method: MethodConfig
     log: RunLog
     results: tuple[RequestResult, ...]
     seconds: float
     write_s: float
+    peak_memory_bytes: int | None
 
     @property
     def tokens(self) -> int:
@@ -144,6 +145,11 @@ class ProfiledPair:
         engine.observe(log)
         writing, results = 0.0, []
         record = MethodRecord(engine.method, self.info.target, self.info.draft)
+        memories = [PeakMemory(device) for device in self.devices if device.type == "cuda"] or [
+            PeakMemory(self.target.device)
+        ]
+        for memory in memories:
+            memory.start()
         with tempfile.TemporaryDirectory() as folder:
             synchronise(*self.devices)
             start = time.perf_counter()
@@ -158,9 +164,10 @@ class ProfiledPair:
             writing += time.perf_counter() - before
             synchronise(*self.devices)
             seconds = time.perf_counter() - start
+        peaks = [peak for memory in memories if (peak := memory.peak()) is not None]
         for model in self.models:
             model.release()
-        return ProfiledRun(engine.method, log, tuple(results), seconds, writing)
+        return ProfiledRun(engine.method, log, tuple(results), seconds, writing, sum(peaks) if peaks else None)
 
 
 def phases_of(run: ProfiledRun) -> tuple[Phase, ...]:

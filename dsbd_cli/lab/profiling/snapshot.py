@@ -62,11 +62,11 @@ class Snapshot(Observer):
         }
         index, drawn = _numbers(draws.index, row), _numbers(draws.valid, row)
         drawn_nodes, completed = set(), []
-        for place, node in enumerate(_numbers(draws.node, row)):
-            if drawn[place] and node >= 0:
+        for number, node in enumerate(_numbers(draws.node, row)):
+            if drawn[number] and node >= 0:
                 drawn_nodes.add(node)
-            elif drawn[place]:
-                beam, column = divmod(index[place], size)
+            elif drawn[number]:
+                beam, column = divmod(index[number], size)
                 completed.append((nodes[beam], tokens[beam][column]))
         ends = torch.nonzero(draws.ends[row]).flatten().tolist()
         finished = {(nodes[at // size], tokens[at // size][at % size]) for at in ends}

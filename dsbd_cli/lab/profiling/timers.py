@@ -12,7 +12,6 @@ from dsbd_cli.engine.iteration.observer import Observer
 from dsbd_cli.engine.iteration.request_state import RequestState
 from dsbd_cli.engine.iteration.stepper import PHASES
 from dsbd_cli.engine.planning.timing import PhaseTimer
-from dsbd_cli.lab.profiling.probe import SlotPeak
 
 HOST, DEVICE = ("tokenise", "detokenise"), ("prefill", "compact")
 
@@ -24,8 +23,6 @@ class RunLog(Observer):
         phases: seconds of draft, target and verify, summed over the iterations.
         iterations: number of iterations of the engine. rows, nodes, slots: sums over the iterations, of all rows:
             requests, N, and cache slots that a target forward sees.
-        peak: slots at the iteration that used the most. most_slots: the largest product of rows and slots that the
-            caches had.
     """
 
     def __init__(self, devices: Sequence[torch.device], *, captured: bool = False) -> None:
@@ -33,8 +30,7 @@ class RunLog(Observer):
         self._devices, self._captured = devices, captured
         self._spans: dict[str, list[list[PhaseTimer]]] = {name: [] for name in (*HOST, *DEVICE)}
         self.phases = dict.fromkeys(PHASES, 0.0)
-        self.iterations = self.rows = self.nodes = self.slots = self.most_slots = 0
-        self.peak = SlotPeak()
+        self.iterations = self.rows = self.nodes = self.slots = 0
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -53,25 +49,15 @@ class RunLog(Observer):
         if timers:
             self._spans[name].append([*timers.values()])
 
-    def reserved(self, rows: int, slots: int) -> None:
-        """Keep the largest product of rows and slots."""
-        self.most_slots = max(self.most_slots, rows * slots)
-
     def iterated(self, jobs: Mapping[int, RequestState], nodes: int, seconds: Mapping[str, float]) -> None:
         """Add the times and counts of an iteration."""
         for name, value in seconds.items():
             self.phases[name] += value
-        common_prefix = sum(job.common_prefix for job in jobs.values())
-        suffix = sum(job.used for job in jobs.values()) - common_prefix
-        path = sum(len(job.prompt) + job.stats.steps for job in jobs.values())
-        now = SlotPeak(common_prefix, suffix, len(jobs) * nodes, path)
         self.iterations += 1
         self.rows += len(jobs)
-        self.nodes += now.in_flight
-        self.slots += now.total
-        if now.total > self.peak.total:
-            self.peak = now
+        self.nodes += len(jobs) * nodes
+        self.slots += sum(job.used for job in jobs.values()) + len(jobs) * nodes
 
     def span_s(self, name: str) -> float:
         """Return the seconds of all spans of a name. Where there are several devices, the longest time counts."""
-        return sum(max(timer.seconds()[name] for timer in one) for one in self._spans[name])
+        return sum(max(timer.seconds()[name] for timer in span) for span in self._spans[name])

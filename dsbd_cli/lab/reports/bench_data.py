@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from dsbd_cli.errors import plural
+
 BASELINES = ("hf-beam-search", "greedy", "beam-search", "beam-sampling")  # what a user has today comes first
 SIGNIFICANT = 0.05  # a p value below it is called a difference
 
@@ -150,43 +152,14 @@ class BenchRow:
 
 
 @dataclass(frozen=True, slots=True)
-class ChosenThreshold:
-    """A threshold that was chosen on dev records, for the settings of one curve on one task.
-
-    Attributes:
-        curve: names of the settings that it was chosen from, the smallest threshold first.
-        reference: name of the setting that their scores are compared with.
-        tolerance: by how much a score may be below the reference's.
-        chosen: name of the setting; None where every score is lower than that.
-    """
-
-    task: str
-    curve: tuple[str, ...]
-    reference: str
-    tolerance: float
-    chosen: str | None
-
-    @property
-    def rule(self) -> str:
-        """The rule of the choice, in one line."""
-        return (
-            f"most steps per target call on dev records among the thresholds whose score there is at most "
-            f"{100 * self.tolerance:g} points below that of {self.reference}; of equal ones the smallest"
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class BenchReport:
     """Rows of a bench run, and what they share.
 
     Attributes:
-        rows: of the test records.
         environment: command, versions, device, commit (see metrics.environment).
         run: target, draft, dtype, sampling, seed, rounds, ...
         notes: what a reader must know: records left out, settings that are not possible, energy that is not measured.
         complete: False where the run was stopped early.
-        dev_rows: of the dev records, for the settings of `choices` alone.
-        choices: chosen thresholds, made on `dev_rows`.
     """
 
     rows: Sequence[BenchRow]
@@ -194,8 +167,6 @@ class BenchReport:
     run: Mapping[str, object]
     notes: Sequence[str] = ()
     complete: bool = True
-    dev_rows: Sequence[BenchRow] = ()
-    choices: Sequence[ChosenThreshold] = ()
 
     @property
     def tasks(self) -> list[str]:
@@ -206,19 +177,10 @@ class BenchReport:
         """Return the rows of one task."""
         return [row for row in self.rows if row.task == task]
 
-    def dev_of(self, task: str) -> dict[str, BenchRow]:
-        """Return the rows of the dev records of one task, by name."""
-        return {row.name: row for row in self.dev_rows if row.task == task}
 
-    def choices_of(self, task: str) -> list[ChosenThreshold]:
-        """Return the choices on one task of whose curves something was measured."""
-        return [choice for choice in self.choices if choice.task == task and self.curve(choice)]
-
-    def curve(self, choice: ChosenThreshold) -> list[BenchRow]:
-        """Return the test rows of the reference and of the curve, the smallest threshold first. Settings that were not
-        measured are left out."""
-        rows = {row.name: row for row in self.of(choice.task)}
-        return [rows[name] for name in (choice.reference, *choice.curve) if name in rows]
+def task_title(task: str, rows: Sequence[BenchRow]) -> str:
+    """Return the name of a task with the number of its records."""
+    return f"{task}, {plural(max(row.records for row in rows), 'record')}"
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:

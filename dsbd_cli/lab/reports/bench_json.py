@@ -1,4 +1,4 @@
-"""One JSON line per method, setting and split, each complete by itself."""
+"""One JSON line per task, method and setting, each complete by itself."""
 
 from __future__ import annotations
 
@@ -11,20 +11,16 @@ from dsbd_cli.lab.reports.bench_data import BenchReport, BenchRow
 
 
 def json_lines(report: BenchReport) -> bytes:
-    """Return all rows as JSON lines, those of dev records last. What was not measured is null, and so is a setting that
-    has no effect."""
-    pairs = [("test", row) for row in report.rows] + [("dev", row) for row in report.dev_rows]
-    return b"".join(BENCH.line(_record(report, row, split)) + b"\n" for split, row in pairs)
+    """Return all rows as JSON lines. What was not measured is null, and so is a setting that has no effect."""
+    return b"".join(BENCH.line(_record(report, row)) + b"\n" for row in report.rows)
 
 
-def _record(report: BenchReport, row: BenchRow, split: str) -> dict[str, object]:
+def _record(report: BenchReport, row: BenchRow) -> dict[str, object]:
     fields = dataclasses.asdict(row)
     energy = fields.pop("energy")
     fields["settings"] = _acting(row.settings)
     return {
         "schema": BENCH.id,
-        "split": split,
-        "choice": _choice(report, row),
         **fields,
         "tokens_per_s_pooled": row.tokens / row.seconds if row.seconds else None,
         "energy_source": energy.pop("source"),
@@ -41,15 +37,7 @@ def _acting(settings: Mapping[str, object]) -> dict[str, object]:
     if "depth" not in settings:
         return dict(settings)
     of_forest = {"drafts_per_layer", "width", "adaptive_depth", "drafter"}
-    of_forest |= {one.field for some in (*WIDTHS.values(), *DRAFTERS.values(), FUSION) for one in some.settings}
+    of_forest |= {setting.field for some in (*WIDTHS.values(), *DRAFTERS.values(), FUSION) for setting in some.settings}
     drafts = bool(settings["depth"])
     every = {**dict.fromkeys(sorted(of_forest)), **settings}
     return {name: value if drafts or name not in of_forest else None for name, value in every.items()}
-
-
-def _choice(report: BenchReport, row: BenchRow) -> dict[str, object] | None:
-    """Return how the threshold of this row's curve was chosen; None where the row is on no curve."""
-    for choice in report.choices:
-        if row.task == choice.task and row.name in choice.curve:
-            return {**dataclasses.asdict(choice), "rule": choice.rule, "is_chosen": row.name == choice.chosen}
-    return None

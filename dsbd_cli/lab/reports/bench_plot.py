@@ -1,25 +1,38 @@
-"""A bench run as a picture. For each task it has the quality of every method against its speed, and acceptance by depth
-where something was drafted.
+"""A bench run as a picture: for each task the quality of every method against its speed.
 
-Each family of methods has a colour. Names are joined to their points by lines, so that nothing depends on the colours.
+Each family of methods has one of Okabe and Ito's colours (distinguishable with every kind of colour vision). Names are
+joined to their points by lines, so that nothing depends on the colours. The figure is made without pyplot, so that
+nothing global changes and no display is needed.
 """
 
 from __future__ import annotations
 
+import io
+import warnings
 from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dsbd_cli.lab.reports.bench_cells import task_title
-from dsbd_cli.lab.reports.bench_curve import curve_panel
-from dsbd_cli.lab.reports.bench_data import STOPPED, BenchReport, BenchRow, pareto_front
-from dsbd_cli.lab.reports.style import COLOURS, INK, MUTED, new_figure, plain_axes, score_limits, spread_labels
+from dsbd_cli.errors import UsageError, require_package
+from dsbd_cli.lab.reports.bench_data import STOPPED, BenchReport, BenchRow, pareto_front, task_title
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDTH, DEPTH_WIDTH, CURVE_WIDTH = 5.2, 3.8, 4.2  # inches: widths of the panels, without names
+INK, MUTED, GRID = "#222222", "#777777", "#DDDDDD"
+FAMILIES = {
+    "dsbd-coupled": "#0072B2",
+    "dsbd-search": "#009E73",
+    "dsbd-rejection": "#D55E00",
+    "dsbd-memory-saving": "#D55E00",
+    "dsbd-with-replacement": "#CC79A7",
+    "dsbd-fuzzy": "#E69F00",
+}
+FORMATS = (".png", ".svg", ".pdf")
+DPI = 160
+LEAST_POINTS = 5.0
+WIDTH = 5.2  # inches: width of a panel, without names
 LETTER, AXES = 0.072, 0.8  # inches: a letter of a name, and the axis labels beside a panel
 TITLE_LETTER, TITLE_POINTS = 0.098, 11.0
 ROW, MARGIN, LEAST = 0.23, 1.3, 4.0  # inches of a task's height: per row, for the margins, and at least
@@ -29,48 +42,30 @@ CAPTION = (
     "Bars: quality with its 95 % interval, speed with the middle half of the windows.\n"
     "Bold: no other method is both faster and better."
 )
-FAMILIES = {
-    "dsbd-coupled": "blue",
-    "dsbd-search": "green",
-    "dsbd-rejection": "vermillion",
-    "dsbd-memory-saving": "vermillion",
-    "dsbd-with-replacement": "purple",
-    "dsbd-fuzzy": "orange",
-}
-STYLES = (("-", "o"), ("--", "s"), (":", "^"), ("-.", "D"))
 
 
-def _colour_of(method: str) -> str:
-    """Return the colour of the method's family: a rule with all its widths and drafters, the methods of others, or our
-    methods without a draft."""
-    if method.startswith(("hf-", "ct2-", "llama-cpp-")):
-        return MUTED
-    name = next((name for name in FAMILIES if method.startswith(name)), None)
-    return COLOURS[FAMILIES[name]] if name else INK
+def require_plots(option: str, path: Path) -> None:
+    """Check, before anything is measured, that matplotlib is there and the name has a known ending. Raises
+    UsageError."""
+    if path.suffix.lower() not in FORMATS:
+        raise UsageError(f"{option} {path}: the name must end in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
+    require_package(option, "matplotlib", "plots")
 
 
 def bench_figure(report: BenchReport) -> Figure:
-    """Draw one row of panels for each task that has a row. Where a threshold was chosen, it includes the curve."""
+    """Draw a panel for each task that has a row."""
     tasks = report.tasks
-    drafted = any(row.drafted for row in report.rows)
-    widths = [WIDTH, *([DEPTH_WIDTH] if drafted else []), *([CURVE_WIDTH] if report.choices else [])]
     shown = {task: _shown(report.of(task)) for task in tasks}
     heights = [max(LEAST, MARGIN + ROW * len(shown[task])) for task in tasks]
     letters = max((len(row.name) for rows in shown.values() for row in rows), default=0)
     title = _title(report)
-    width = sum(widths) + AXES * len(widths) + LETTER * letters * (2 if drafted else 1)
-    figure = new_figure(max(width, TITLE_LETTER * len(title)), sum(heights))
+    figure = _new_figure(max(WIDTH + AXES + LETTER * letters, TITLE_LETTER * len(title)), sum(heights))
     figure.suptitle(title, x=0.01, ha="left", fontsize=TITLE_POINTS, fontweight="bold", color=INK, parse_math=False)
     caption = CAPTION if report.complete else f"{CAPTION}\n{STOPPED}"
     figure.supxlabel(caption, x=0.01, ha="left", fontsize=LABEL_POINTS, color=MUTED)
-    panels = figure.subplots(len(tasks), len(widths), squeeze=False, width_ratios=widths, height_ratios=heights)
-    for (left, *more), task, height in zip(panels, tasks, heights, strict=True):
-        rows = report.of(task)
-        _quality(left, shown[task], rows, task, height - MARGIN)
-        if drafted:
-            _depth(more.pop(0), rows, task, height - MARGIN)
-        for axes in more:
-            curve_panel(axes, report, task, {row.method: _colour_of(row.method) for row in rows})
+    panels = figure.subplots(len(tasks), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for axes, task, height in zip(panels, tasks, heights, strict=True):
+        _quality(axes, shown[task], report.of(task), task, height - MARGIN)
     return figure
 
 
@@ -103,7 +98,7 @@ def _shown(rows: Sequence[BenchRow]) -> list[BenchRow]:
 def _front(rows: Sequence[BenchRow]) -> list[BenchRow]:
     """Return the rows that no other one beats in both speed and quality."""
     levels = [(row, level) for row in rows if (level := _quality_value(row)) is not None]
-    return [levels[place][0] for place in pareto_front([(row.tokens_per_s.value, level) for row, level in levels])]
+    return [levels[index][0] for index in pareto_front([(row.tokens_per_s.value, level) for row, level in levels])]
 
 
 def _quality_value(row: BenchRow) -> float | None:
@@ -117,10 +112,10 @@ def _quality(axes: Axes, shown: Sequence[BenchRow], rows: Sequence[BenchRow], ta
     metric = next((row.metric for row in shown if row.metric), None)
     some = f" (best {len(shown)} of {len(rows)} settings)" if len(shown) < len(rows) else ""
     quality = f"{metric} (%)" if metric else "log-probability per token"
-    plain_axes(axes, f"{task_title(task, rows)}: quality against speed", f"tokens per second{some}", quality)
+    _plain_axes(axes, f"{task_title(task, rows)}: quality against speed", f"tokens per second{some}", quality)
     front = {row.name for row in _front(rows)}
     drawn = [(level, row.tokens_per_s.value, row) for row in shown if (level := _quality_value(row)) is not None]
-    drawn.sort(key=lambda one: (one[0], -one[1]))  # on one level the slower point has name and line above
+    drawn.sort(key=lambda point: (point[0], -point[1]))  # on one level the slower point has name and line above
     for level, speed, row in drawn:
         colour = _colour_of(row.method)
         axes.hlines(level, row.tokens_per_s.low, row.tokens_per_s.high, color=colour, alpha=0.35, linewidth=2)
@@ -129,7 +124,7 @@ def _quality(axes: Axes, shown: Sequence[BenchRow], rows: Sequence[BenchRow], ta
         axes.plot(speed, level, "o", color=colour, markersize=6, clip_on=False, label=row.name)
     axes.set_xlim(left=0)
     if metric:
-        score_limits(axes)
+        _score_limits(axes)
     _name_points(
         axes,
         [(speed, level, row.name, _colour_of(row.method)) for level, speed, row in drawn],
@@ -168,39 +163,66 @@ def _name_points(
         )
 
 
-def _depth(axes: Axes, rows: Sequence[BenchRow], task: str, height: float) -> None:
-    """Draw the share of target calls in which each layer passed, for the deepest setting of each method with each
-    drafter. height: of the panel, in inches."""
-    from matplotlib.ticker import MaxNLocator
-
-    chosen: dict[tuple[str, object], BenchRow] = {}
-    for row in (one for one in rows if one.drafted):
-        key = row.method, row.settings.get("drafter")
-        if len(row.passed_by_depth) > len(chosen[key].passed_by_depth if key in chosen else ()):
-            chosen[key] = row
-    swept = any(row.setting for row in chosen.values())
-    title = f"{task}: layers passed, by depth" + (" (deepest settings)" if swept else "")
-    plain_axes(axes, title, "layer of the drafted forest", "target calls in which it passed (%)")
-    axes.set_ylim(0, 100)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    if not chosen:
-        axes.set_visible(False)  # something was drafted on another task only
-        return
-    drawn = [(row, _until_zero(row)) for row in chosen.values()]
-    hues = [_colour_of(row.method) for row, _ in drawn]
-    for place, ((row, shares), colour) in enumerate(zip(drawn, hues, strict=True)):
-        style, marker = STYLES[hues[:place].count(colour) % len(STYLES)]
-        layers = range(1, len(shares) + 1)
-        axes.plot(layers, shares, style, marker=marker, color=colour, linewidth=1.6, label=row.name, clip_on=False)
-    deepest = max(len(shares) for _, shares in drawn)
-    axes.set_xlim(0.8, deepest + 0.1)
-    ends = [(len(shares), shares[-1], row.name, hue) for (row, shares), hue in zip(drawn, hues, strict=True)]
-    _name_points(axes, ends, 1.12 * deepest, height)
+def _colour_of(method: str) -> str:
+    """Return the colour of the method's family: a rule with all its widths and drafters, the methods of others, or our
+    methods without a draft."""
+    if method.startswith(("hf-", "ct2-", "llama-cpp-")):
+        return MUTED
+    return next((colour for name, colour in FAMILIES.items() if method.startswith(name)), INK)
 
 
-def _until_zero(row: BenchRow) -> list[float]:
-    """Return the percentages of the layers. The list ends one layer below the last one that passed in at least one call
-    of a hundred."""
-    shares = [100 * share for share in row.passed_by_depth]
-    passed = [place for place, share in enumerate(shares) if share >= 1]
-    return shares[: (passed[-1] if passed else 0) + 2]
+def _new_figure(width: float, height: float) -> Figure:
+    """Make a figure of this size in inches that lays itself out."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
+    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)  # type: ignore[union-attr,call-arg]
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _plain_axes(axes: Axes, title: str, x: str, y: str) -> None:
+    """Give the axes a title, labels and a light grid, and no frame above and to the right."""
+    # the name of a file may hold dollars, which begin no formula
+    axes.set_title(title, loc="left", color=INK, fontweight="bold", fontsize=11, parse_math=False)
+    axes.set_xlabel(x, color=INK, fontsize=10)
+    axes.set_ylabel(y, color=INK, fontsize=10)
+    axes.grid(True, color=GRID, linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=INK, labelsize=9)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color(MUTED)
+
+
+def _score_limits(axes: Axes) -> None:
+    """Set the limits of an axis of percents once everything is drawn. They begin at 0 or above, and nearly equal values
+    do not look far apart."""
+    low, high = axes.get_ylim()
+    spare = max(0.0, LEAST_POINTS - (high - low)) / 2
+    axes.set_ylim(max(0.0, low - spare), max(high + spare, LEAST_POINTS))
+
+
+def spread_labels(places: Sequence[float], gap: float, low: float, high: float) -> list[float]:
+    """Return places of labels near the given places: in the same order, at least `gap` from each other, and between
+    `low` and `high` as long as there is room."""
+    order = sorted(range(len(places)), key=lambda index: places[index])
+    shifts = [0.0] * len(places)
+    below = low - gap
+    for index in order:
+        shifts[index] = below = max(places[index], below + gap)
+    above = high + gap
+    for index in reversed(order):
+        shifts[index] = above = min(shifts[index], above - gap)
+    return shifts
+
+
+def picture_bytes(figure: Figure, suffix: str = ".png") -> bytes:
+    """Return the picture as a file of this kind: .png, .svg or .pdf."""
+    buffer = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # of a file's name: a box is drawn for a letter
+        figure.savefig(buffer, format=suffix.lower().removeprefix("."), dpi=DPI)
+    return buffer.getvalue()

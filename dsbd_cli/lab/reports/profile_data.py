@@ -1,4 +1,4 @@
-"""The result of a profile: plain numbers, from which the tables, the plots and the JSON document are made.
+"""The result of a profile: plain numbers, from which the table, the tree and the JSON document are made.
 
 Letters: W beams, K drafts per layer, D layers, N nodes of a target forward. Names of fields end in their units.
 """
@@ -127,7 +127,8 @@ class DrafterRate:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredSetting:
-    """Measured whole runs with one setting. tokens: of the best texts."""
+    """Measured whole runs with one setting. tokens: of the best texts. peak_memory_bytes: of the whole process, or of
+    the GPUs; None where it is unknown."""
 
     setting: ForestSize
     seconds: Spread
@@ -138,15 +139,7 @@ class MeasuredSetting:
     mean_width: float
     phases: tuple[Phase, ...]
     forward: TargetForward
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryOwner:
-    """Bytes that one owner holds at the peak; None where it cannot be known."""
-
-    name: str
-    bytes: int | None
-    note: str = ""
+    peak_memory_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +209,6 @@ class Profile:
     roofline: Roofline | None
     acceptance: tuple[DepthRate, ...]
     best: ForestSize
-    memory: tuple[MemoryOwner, ...]
     notes: tuple[str, ...]
     recommended_command: str
     forest: ShownForest | None

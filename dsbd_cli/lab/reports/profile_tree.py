@@ -39,12 +39,12 @@ def forest_tree(forest: ShownForest) -> RenderableType:
     legend.append(f"P target, Q draft: {distribution}; - where it is not defined")
     trees: dict[int, Tree] = {}
     roots = []
-    for place, node in enumerate(forest.nodes):
+    for index, node in enumerate(forest.nodes):
         if node.parent is None:
-            trees[place] = Tree(_label(node), guide_style="dim")
-            roots.append(trees[place])
+            trees[index] = Tree(_label(node), guide_style="dim")
+            roots.append(trees[index])
         else:
-            trees[place] = trees[node.parent].add(_label(node))
+            trees[index] = trees[node.parent].add(_label(node))
     return Group(head, Text(), *roots, Text(), legend)
 
 

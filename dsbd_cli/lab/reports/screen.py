@@ -15,8 +15,8 @@ LEAST_WIDTH, WIDTH_OF_FILES, NO_LIMIT = 80, 120, 10_000
 def before_and_after() -> Table:
     """Make a table with two numbers in a row."""
     table = Table(box=None)
-    for place, name in enumerate(("", "before", "after")):
-        table.add_column(name, justify="right" if place else "left")
+    for column, name in enumerate(("", "before", "after")):
+        table.add_column(name, justify="right" if column else "left")
     return table
 
 

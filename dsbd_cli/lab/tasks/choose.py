@@ -18,7 +18,7 @@ from dsbd_cli.lab.tasks.spider import spider_dataset
 from dsbd_cli.lab.tasks.sql import SQL
 from dsbd_cli.lab.tasks.squad import squad_dataset
 
-TASKS = {one.name: one for one in (SQL, QA)}
+TASKS = {task.name: task for task in (SQL, QA)}
 FROM_DISK: dict[str, Callable[[Path], Dataset]] = {
     "squad": squad_dataset,
     "spider": spider_dataset,
@@ -53,13 +53,13 @@ def open_dataset(
         option, value = next(iter(own.items()))
         raise UsageError(f"--{option} {value} is for prompts of --input, but the task is {name}: drop it")
     if name in TASKS:
-        for given in (path, dev_path):
-            if given is not None:
-                raise UsageError(f"task {name} brings its own records: drop the data path {given}")
+        for file in (path, dev_path):
+            if file is not None:
+                raise UsageError(f"task {name} brings its own records: drop the data path {file}")
         return TASKS[name]
     if name not in TASK_NAMES:
-        known = ", ".join(one for one in TASK_NAMES if one != OWN_TASK)
-        raise UsageError(f"task is {shorten(name)}, but must be one of {known}", field="task", value=name)
+        names = ", ".join(task for task in TASK_NAMES if task != OWN_TASK)
+        raise UsageError(f"task is {shorten(name)}, but must be one of {names}", field="task", value=name)
     if path is None:
         raise UsageError(f"task {name} needs the path of its data: name it with --data")
     if name in FROM_DISK:
@@ -73,8 +73,6 @@ def open_dataset(
     if dev_path is None:
         return data
     if dev_path.resolve() == path.resolve():
-        raise UsageError(f"the data and --dev-data are both {path}, but what is chosen on one is reported on the other")
+        raise UsageError(f"the data and --dev-data are both {path}, but records that are shown solved are not asked")
     dev = read(dev_path)
-    if data.metrics != dev.metrics:
-        raise UsageError(f"{path} and {dev_path} are not scored alike: give every line of both a reference, or none")
     return dataclasses.replace(data, dev=dataclasses.replace(dev, name=f"{data.name} dev"))

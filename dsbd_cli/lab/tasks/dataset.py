@@ -30,7 +30,7 @@ class Dataset:
         notes: what the user should know about the data.
         ranks: record and all answers, best first -> the metrics. Where it is given, all hypotheses are requested, and
             it takes the place of `score`. An answer is its id, or its text where it has none.
-        dev: other records of the same kind, to choose settings on; None where the data has no such split.
+        dev: other records of the same kind, shown solved by `with_shots`; None where the data has no such split.
         execute: record and text -> the result of the text on the record's database, None where it fails. The field is
             None for data without databases.
         asks: options that some record sets and that not every method supports: `grammar`, `allow`, `seed`, `greedy`.
@@ -53,10 +53,10 @@ def builtin_dataset(name: str, metrics: tuple[str, ...], score: Score, execute: 
     return dataclasses.replace(dev, name=name, records=partial(shipped, name, "test"), dev=dev)
 
 
-def execution_score(gold: StatementResult | None, found: StatementResult | None, *, ordered: bool) -> dict[str, float]:
+def execution_score(gold: StatementResult | None, result: StatementResult | None, *, ordered: bool) -> dict[str, float]:
     """Return 1 where a statement returns what the gold one returns, else 0: same columns in order, same rows with
     repeats, in the same order where the gold statement orders them (`ordered`)."""
-    return {EXECUTION: float(gold is not None and found is not None and gold.same(found, ordered=ordered))}
+    return {EXECUTION: float(gold is not None and result is not None and gold.same(result, ordered=ordered))}
 
 
 def execution_scorer(execute: Execute) -> Score:
@@ -70,34 +70,8 @@ def execution_scorer(execute: Execute) -> Score:
     return score
 
 
-def with_dev(dataset: Dataset) -> Dataset:
-    """Return the data set with dev records, none of which is among its own records.
-
-    Data without such a split is divided, and a note says how: every second record is dev, so that both halves are of
-    one kind, however the file is ordered. Raises UsageError where there is only one record, or no dev record.
-    """
-    if dataset.dev is not None:
-        if next(dataset.dev.records(), None) is None:
-            raise UsageError(
-                f"{dataset.dev.name} has no record left, but a threshold is chosen on dev records: "
-                "show fewer with --shots, name more with --dev-data, or choose nothing with --dev-records 0"
-            )
-        return dataset
-    if len(list(itertools.islice(dataset.records(), 2))) < 2:
-        raise UsageError(
-            f"{dataset.name} holds one record, but a threshold is chosen on dev records and reported on others: "
-            "name dev records with --dev-data, or choose nothing with --dev-records 0"
-        )
-    note = f"{dataset.name}: the data has no dev split: the 2nd, 4th, .. records are dev, the others are test"
-    every, name = dataset.records, f"{dataset.name} dev"
-    dev = dataclasses.replace(dataset, name=name, records=lambda: itertools.islice(every(), 1, None, 2), notes=())
-    notes = (*dataset.notes, note)
-    return dataclasses.replace(dataset, records=lambda: itertools.islice(every(), 0, None, 2), notes=notes, dev=dev)
-
-
 def with_shots(dataset: Dataset, count: int) -> Dataset:
-    """Return the data set with the first `count` dev records, solved, in front of every prompt. The other dev records
-    stay.
+    """Return the data set with the first `count` dev records, solved, in front of every prompt.
 
     The solved records are turns of a conversation where the target's tokenizer has a chat template, else text.
     Conversations cannot be given as text.
@@ -121,14 +95,14 @@ def with_shots(dataset: Dataset, count: int) -> Dataset:
     as_text = all(record.prompt for record in shown)
 
     def with_examples(records: Iterator[TaskRecord]) -> Iterator[TaskRecord]:
-        for one in records:
-            meta = {**one.meta, "messages": [*turns, *_conversation(one)]}
-            yield dataclasses.replace(one, prompt=before + one.prompt if as_text and one.prompt else "", meta=meta)
+        for record in records:
+            meta = {**record.meta, "messages": [*turns, *_conversation(record)]}
+            yield dataclasses.replace(
+                record, prompt=before + record.prompt if as_text and record.prompt else "", meta=meta
+            )
 
-    dev_records = dataset.dev.records
-    dev = dataclasses.replace(dataset.dev, records=lambda: with_examples(itertools.islice(dev_records(), count, None)))
     notes = (*dataset.notes, f"{dataset.name}: {count} solved dev records stand in front of every prompt")
-    return dataclasses.replace(dataset, records=lambda: with_examples(dataset.records()), notes=notes, dev=dev)
+    return dataclasses.replace(dataset, records=lambda: with_examples(dataset.records()), notes=notes)
 
 
 def _conversation(record: TaskRecord) -> list[dict[str, str]]:

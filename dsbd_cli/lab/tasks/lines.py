@@ -37,13 +37,13 @@ def mt_bench_dataset(path: Path) -> Dataset:
     """
     records = []
     for number, row in _rows(path):
-        place = f"{path} line {number}"
+        where = f"{path} line {number}"
         turns = row.get("turns")
         if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
-            raise UsageError(f"{place}: turns is {shorten(turns)}, but must be a list of texts")
+            raise UsageError(f"{where}: turns is {shorten(turns)}, but must be a list of texts")
         name = row.get("question_id")
         if not isinstance(name, int | str):
-            raise UsageError(f"{place}: question_id is {shorten(name)}, but must be a number or a text")
+            raise UsageError(f"{where}: question_id is {shorten(name)}, but must be a number or a text")
         messages: list[Message] = [{"role": "user", "content": turns[0]}]
         records.append(TaskRecord(f"mt-bench-{name}", turns[0], "", {"messages": messages}))
     return Dataset("mt-bench", (), lambda: iter(records), _nothing)
@@ -144,9 +144,9 @@ def _record(row: Row, request: Request, gold: Fields, how: AnswerScore) -> TaskR
             meta[field] = file
     if "relevant" in gold:
         relevant = gold["relevant"]
-        if not isinstance(relevant, list) or not relevant or not all(type(one) in (str, int) for one in relevant):
+        if not isinstance(relevant, list) or not relevant or not all(type(item) in (str, int) for item in relevant):
             raise InvalidRowError(f"relevant is {shorten(relevant)}, but must be a list of ids")
-        meta["relevant"] = frozenset(str(one).strip() for one in relevant)
+        meta["relevant"] = frozenset(str(item).strip() for item in relevant)
     reference = how.reference(gold["reference"]) if "reference" in gold else ""
     # only the best answer is scored; how many are requested is up to the method
     sampling = dataclasses.replace(request.sampling, n_best=1, token_logprobs=False, top_logprobs=0)
@@ -166,15 +166,15 @@ def _rows(path: Path, columns: ColumnRules = BY_NAME) -> Iterator[tuple[int, Fie
     elif path.is_file():
         with reading(str(path)):
             check_text_file(path)
-    found = False
+    any_row = False
     with reading(str(path)), open_input(path) as stream:
         for number, line in lines_reader(path, columns)(stream):
-            found = True
+            any_row = True
             try:
                 row = parse_object(readable(line))
                 metadata = with_carried(row.get("metadata"), line)
                 yield number, row if metadata is None else {**row, "metadata": metadata}
             except InvalidRowError as error:
                 raise UsageError(f"{path} line {number}: {error}") from None
-    if not found:
+    if not any_row:
         raise UsageError(f"{path} holds no line")

@@ -32,12 +32,14 @@ def paired_dataset(name: str, path: Path, files_under: Path | None, rows: RowRea
 def _translation() -> Metrics:
     """Return chrF and BLEU of a sentence, by sacrebleu, from 0 to 1."""
     metrics = score_library("sacrebleu.metrics")
-    found = {"chrF": metrics.CHRF(), "BLEU": metrics.BLEU(effective_order=True)}
+    scorers = {"chrF": metrics.CHRF(), "BLEU": metrics.BLEU(effective_order=True)}
 
     def score(record: TaskRecord, text: str) -> Mapping[str, float]:
-        return {name: as_share(one.sentence_score(text, [record.reference]).score) for name, one in found.items()}
+        return {
+            name: as_share(scorer.sentence_score(text, [record.reference]).score) for name, scorer in scorers.items()
+        }
 
-    return tuple(found), score
+    return tuple(scorers), score
 
 
 def _summary() -> Metrics:
@@ -46,8 +48,8 @@ def _summary() -> Metrics:
     names = {"rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L"}
 
     def score(record: TaskRecord, text: str) -> Mapping[str, float]:
-        found = scorer.score(record.reference, text)
-        return {names[name]: one.fmeasure for name, one in found.items()}
+        scored = scorer.score(record.reference, text)
+        return {names[name]: score.fmeasure for name, score in scored.items()}
 
     return tuple(names.values()), score
 

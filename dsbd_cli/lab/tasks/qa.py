@@ -21,9 +21,9 @@ def normalize(text: str) -> str:
     return " ".join(ARTICLES.sub(" ", text.lower().translate(PUNCTUATION)).split())
 
 
-def f1(gold: str, found: str) -> float:
+def f1(gold: str, answer: str) -> float:
     """Return the F1 of the normalised words (SQuAD)."""
-    gold_words, found_words = normalize(gold).split(), normalize(found).split()
+    gold_words, found_words = normalize(gold).split(), normalize(answer).split()
     common = sum((Counter(gold_words) & Counter(found_words)).values())
     if not common:
         return float(gold_words == found_words)

@@ -15,10 +15,10 @@ METRIC = re.compile(r"(?:hit|ndcg)@[1-9][0-9]{0,5}|mrr")
 def read_metrics(text: str) -> tuple[str, ...]:
     """Return the metrics that a comma list names. Raises UsageError."""
     names = tuple(name.strip() for name in text.split(","))
-    for place, name in enumerate(names):
+    for index, name in enumerate(names):
         if not METRIC.fullmatch(name):
             raise UsageError(f"--metric: {shorten(name)} is none: give hit@K, ndcg@K or mrr, with commas")
-        if name in names[:place]:
+        if name in names[:index]:
             raise UsageError(f"--metric: {name} stands there twice: drop one")
     return names
 
@@ -32,17 +32,17 @@ def ranked_scores(names: Sequence[str], relevant: frozenset[str], ranked: Sequen
     where none was returned.
     """
     order = list(dict.fromkeys(ranked))
-    places = [place for place, one in enumerate(order, 1) if one in relevant]
-    found = {}
+    places = [rank for rank, item in enumerate(order, 1) if item in relevant]
+    scores = {}
     for name in names:
         kind, _, count = name.partition("@")
         if kind == "mrr":
-            found[name] = 1 / places[0] if places else 0.0
+            scores[name] = 1 / places[0] if places else 0.0
             continue
-        inside = [place for place in places if place <= int(count)]
+        inside = [rank for rank in places if rank <= int(count)]
         if kind == "hit":
-            found[name] = float(bool(inside))
+            scores[name] = float(bool(inside))
         else:
-            best = sum(1 / math.log2(1 + place) for place in range(1, min(int(count), len(relevant)) + 1))
-            found[name] = sum(1 / math.log2(1 + place) for place in inside) / best
-    return found
+            best = sum(1 / math.log2(1 + rank) for rank in range(1, min(int(count), len(relevant)) + 1))
+            scores[name] = sum(1 / math.log2(1 + rank) for rank in inside) / best
+    return scores

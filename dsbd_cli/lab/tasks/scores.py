@@ -119,8 +119,8 @@ def _folded(text: str) -> str:
 
 def _last_number(text: str) -> str | None:
     """Return the last number in a text, in one normal form; None where there is none."""
-    found = last_answer(NUMBER, text)
-    return None if found is None else normalised(found.replace("−", "-"))
+    answer = last_answer(NUMBER, text)
+    return None if answer is None else normalised(answer.replace("−", "-"))
 
 
 def _canonical(text: str) -> bytes | None:
@@ -135,9 +135,9 @@ def _canonical(text: str) -> bytes | None:
 def _same_numbers(value: object) -> object:
     """Return a JSON value in which floats that are whole numbers are integers, so that 1.0 equals 1."""
     if isinstance(value, dict):
-        return {name: _same_numbers(one) for name, one in value.items()}
+        return {name: _same_numbers(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [_same_numbers(one) for one in value]
+        return [_same_numbers(item) for item in value]
     return whole(value) if isinstance(value, float) else value
 
 
@@ -153,11 +153,11 @@ def as_share(percents: float) -> float:
 
 
 def _by_regex(pattern: str) -> AnswerScore:
-    known = read_regex("--score regex", pattern)
+    expression = read_regex("--score regex", pattern)
 
     def right(gold: str, text: str) -> bool:
-        found = last_answer(known, text)
-        return found is not None and normalised(found) == normalised(gold)
+        answer = last_answer(expression, text)
+        return answer is not None and normalised(answer) == normalised(gold)
 
     return _plain("regex match", right)
 
@@ -173,10 +173,10 @@ def _by_execution(database: str) -> AnswerScore:
         return dataclasses.replace(record, meta={**record.meta, "database": path})
 
     def complete(record: TaskRecord) -> TaskRecord:
-        found = run(record, record.reference)
-        if isinstance(found, str):
-            raise InvalidRowError(f"reference fails on {record.meta['database']}: {found}")
-        return dataclasses.replace(record, meta={**record.meta, "result": found})
+        result = run(record, record.reference)
+        if isinstance(result, str):
+            raise InvalidRowError(f"reference fails on {record.meta['database']}: {result}")
+        return dataclasses.replace(record, meta={**record.meta, "result": result})
 
     def run(record: TaskRecord, text: str) -> StatementResult | str:
         path = record.meta["database"]
@@ -184,8 +184,8 @@ def _by_execution(database: str) -> AnswerScore:
         return runner.run(path, text)
 
     def execute(record: TaskRecord, text: str) -> StatementResult | None:
-        found = run(record, text)
-        return found if isinstance(found, StatementResult) else None
+        result = run(record, text)
+        return result if isinstance(result, StatementResult) else None
 
     return AnswerScore(EXECUTION, execution_scorer(execute), _not_blank, check, complete, execute)
 

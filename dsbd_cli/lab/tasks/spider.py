@@ -30,19 +30,19 @@ def spider_dataset(folder: Path) -> Dataset:
         raise UsageError(f"{folder / QUESTIONS} holds no question")
 
     def records() -> Iterator[TaskRecord]:
-        for number, (place, asked) in enumerate(questions):
-            yield _record(folder, number, asked, place, schemas)
+        for number, (where, asked) in enumerate(questions):
+            yield _record(folder, number, asked, where, schemas)
 
     return Dataset("spider", (EXECUTION,), records, score_spider, execute=_execute)
 
 
 def _schemas(path: Path) -> dict[str, str]:
     """Return for each database id its schema, written as in the built-in SQL task."""
-    found = {}
-    for place, schema in items({"tables": read_json(path)}, "tables", str(path.parent)):
-        tables = field(schema, "table_names_original", list, place)
+    schemas = {}
+    for where, schema in items({"tables": read_json(path)}, "tables", str(path.parent)):
+        tables = field(schema, "table_names_original", list, where)
         columns: list[list[str]] = [[] for _ in tables]
-        for column_place, column in items(schema, "column_names_original", place):
+        for column_place, column in items(schema, "column_names_original", where):
             match column:
                 case [int(table), str(name)] if -1 <= table < len(tables):
                     if table >= 0:  # -1 belongs to the column *
@@ -50,31 +50,31 @@ def _schemas(path: Path) -> dict[str, str]:
                 case _:
                     raise UsageError(f"{column_place} is {column!r}, but must be [table number, name]")
         shown = [f"{name} ( {', '.join(names)} )" for name, names in zip(tables, columns, strict=True)]
-        found[field(schema, "db_id", str, place)] = "; ".join(shown)
-    return found
+        schemas[field(schema, "db_id", str, where)] = "; ".join(shown)
+    return schemas
 
 
-def _record(folder: Path, number: int, asked: object, place: str, schemas: Mapping[str, str]) -> TaskRecord:
-    name = field(asked, "db_id", str, place)
-    question, gold = (" ".join(field(asked, key, str, place).split()) for key in ("question", "query"))
+def _record(folder: Path, number: int, asked: object, where: str, schemas: Mapping[str, str]) -> TaskRecord:
+    name = field(asked, "db_id", str, where)
+    question, gold = (" ".join(field(asked, key, str, where).split()) for key in ("question", "query"))
     if name not in schemas:
-        raise UsageError(f"{place}.db_id is {name!r}, which tables.json does not hold")
+        raise UsageError(f"{where}.db_id is {name!r}, which tables.json does not hold")
     path = folder / "database" / name / f"{name}.sqlite"
     if not path.is_file():
-        raise UsageError(f"{place}: the database {path} does not exist")
-    found = _ran(path, gold)
-    if found is None:
-        raise UsageError(f"{place}.query fails on {path}: {gold}")
+        raise UsageError(f"{where}: the database {path} does not exist")
+    result = _ran(path, gold)
+    if result is None:
+        raise UsageError(f"{where}.query fails on {path}: {gold}")
     prompt = f"schema: {schemas[name]}\nquestion: {question}\nsql:"
-    return TaskRecord(f"spider-{number}", prompt, gold, {"database": path, "result": found})
+    return TaskRecord(f"spider-{number}", prompt, gold, {"database": path, "result": result})
 
 
 def _ran(path: Path, sql: str) -> StatementResult | None:
     try:
-        found = PROCESS.run(path, sql, seconds=TIMEOUT_S)
+        result = PROCESS.run(path, sql, seconds=TIMEOUT_S)
     except UnreadableDatabaseError as error:
         raise UsageError(f"{path} cannot be opened: {error}") from None
-    return found if isinstance(found, StatementResult) else None
+    return result if isinstance(result, StatementResult) else None
 
 
 def _execute(record: TaskRecord, text: str) -> StatementResult | None:

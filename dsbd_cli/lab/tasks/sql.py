@@ -18,14 +18,14 @@ PROCESS = SqlProcess()
 def _execute(record: TaskRecord, text: str) -> StatementResult | None:
     """Run `text` on the record's database and return the result; None where it fails."""
     tables = cast("dict[str, TableData]", record.meta["tables"])
-    found = PROCESS.run(tables, text.strip(), seconds=TIMEOUT_S, steps=STEPS, max_rows=MAX_ROWS)
-    return found if isinstance(found, StatementResult) else None
+    result = PROCESS.run(tables, text.strip(), seconds=TIMEOUT_S, steps=STEPS, max_rows=MAX_ROWS)
+    return result if isinstance(result, StatementResult) else None
 
 
 def _score(record: TaskRecord, text: str) -> Mapping[str, float]:
     """Return whether `text`, run on the record's database, returns what the gold SQL returns."""
-    gold, found = _execute(record, record.reference), _execute(record, text)
-    return execution_score(gold, found, ordered=bool(record.meta["ordered"]))
+    gold, result = _execute(record, record.reference), _execute(record, text)
+    return execution_score(gold, result, ordered=bool(record.meta["ordered"]))
 
 
 SQL = builtin_dataset("sql", (EXECUTION,), _score, _execute)

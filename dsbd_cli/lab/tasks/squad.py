@@ -36,20 +36,20 @@ def _records(articles: list[tuple[str, object]], second: bool) -> Iterator[TaskR
     for article_place, article in articles:
         for paragraph_place, paragraph in items(article, "paragraphs", article_place):
             context = field(paragraph, "context", str, paragraph_place)
-            for place, asked in items(paragraph, "qas", paragraph_place):
-                yield _record(context, asked, place, second)
+            for where, asked in items(paragraph, "qas", paragraph_place):
+                yield _record(context, asked, where, second)
 
 
-def _record(context: str, asked: object, place: str, second: bool) -> TaskRecord:
-    found = [field(answer, "text", str, where) for where, answer in items(asked, "answers", place)]
-    if not found and not second:
-        raise UsageError(f"{place}.answers is empty, but a v1.1 question has an answer")
+def _record(context: str, asked: object, where: str, second: bool) -> TaskRecord:
+    answers = [field(answer, "text", str, where) for where, answer in items(asked, "answers", where)]
+    if not answers and not second:
+        raise UsageError(f"{where}.answers is empty, but a v1.1 question has an answer")
     # as in the v2 script, answers that normalise to nothing do not count
-    golds = tuple(text for text in found if normalize(text)) if second else tuple(found)
-    question = " ".join(field(asked, "question", str, place).split())
+    golds = tuple(text for text in answers if normalize(text)) if second else tuple(answers)
+    question = " ".join(field(asked, "question", str, where).split())
     hint = f" ({NO_ANSWER} if the passage does not say)" if second else ""
     prompt = f"passage: {' '.join(context.split())}\nquestion: {question}{hint}\nanswer:"
-    return TaskRecord(field(asked, "id", str, place), prompt, golds[0] if golds else "", {"golds": golds or ("",)})
+    return TaskRecord(field(asked, "id", str, where), prompt, golds[0] if golds else "", {"golds": golds or ("",)})
 
 
 def _score_squad(record: TaskRecord, text: str, *, second: bool) -> Mapping[str, float]:

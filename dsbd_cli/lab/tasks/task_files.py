@@ -24,19 +24,19 @@ def read_json(path: Path) -> object:
     return document
 
 
-def field(value: object, name: str, kind: type[T], place: str) -> T:
+def field(value: object, name: str, kind: type[T], where: str) -> T:
     """Return `value[name]`, which must be of type `kind`. place: the file and the path to `value`, for messages. Raises
     UsageError."""
     if not isinstance(value, dict):
-        raise UsageError(f"{place} is {shorten(value)}, but must be an object")
+        raise UsageError(f"{where} is {shorten(value)}, but must be an object")
     if name not in value:
-        raise UsageError(f"{place} has no field {name}")
-    found = value[name]
-    if not isinstance(found, kind) or (kind is int and isinstance(found, bool)):
-        raise UsageError(f"{place}.{name} is {shorten(found)}, but must be {KINDS[kind]}")
-    return found
+        raise UsageError(f"{where} has no field {name}")
+    content = value[name]
+    if not isinstance(content, kind) or (kind is int and isinstance(content, bool)):
+        raise UsageError(f"{where}.{name} is {shorten(content)}, but must be {KINDS[kind]}")
+    return content
 
 
-def items(value: object, name: str, place: str) -> list[tuple[str, object]]:
+def items(value: object, name: str, where: str) -> list[tuple[str, object]]:
     """Return the list `value[name]` as pairs of place and item. Raises UsageError."""
-    return [(f"{place}.{name}[{number}]", item) for number, item in enumerate(field(value, name, list, place))]
+    return [(f"{where}.{name}[{number}]", item) for number, item in enumerate(field(value, name, list, where))]

@@ -24,8 +24,14 @@ from dsbd_cli.models.adapted.reads import HostReads
 from dsbd_cli.models.attention_metadata import AttentionMetadata, additive_mask
 from dsbd_cli.models.cache import ForestCache
 from dsbd_cli.models.checkpoints.generation import checkpoint_rules, positions_of
-from dsbd_cli.models.forest_model import BaseForestModel, ModelSize, StateTap, calibration_tokens, unsupported
-from dsbd_cli.ops.cpu.linear import address
+from dsbd_cli.models.forest_model import (
+    BaseForestModel,
+    ModelSize,
+    StateTap,
+    address,
+    calibration_tokens,
+    unsupported,
+)
 from dsbd_cli.ops.interface import Ops
 from dsbd_cli.ops.select import MODEL, ops_for
 

@@ -6,7 +6,7 @@ Letters: o output channels, i input channels of a layer; t tokens, k experts of 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
 
-from dsbd_cli.ops.cpu.int8 import LEAST_WEIGHTS, Int8Product, outlier_channels
-from dsbd_cli.ops.cpu.linear import MIN_FEATURES, PackedProduct
+from dsbd_cli.ops import interface
+from dsbd_cli.ops.interface import LEAST_WEIGHTS, Linear
+from dsbd_cli.ops.reference import outlier_channels
 from dsbd_cli.ops.select import int8_linear, packed_linear
 
+LEAST_FEATURES = 64  # of inputs and of outputs: smaller layers are not quantized
 MULTIPLIED = ("dt_proj",)  # layers whose weights Mamba and Jamba multiply by themselves
 
 
@@ -28,7 +30,7 @@ class PackedLinear(nn.Module):
     `weight` tells shape and dtype to models that look at it (T5, Mamba) and holds no numbers: it lies on `meta`.
     """
 
-    def __init__(self, linear: nn.Linear | Conv1D, product: PackedProduct) -> None:
+    def __init__(self, linear: nn.Linear | Conv1D, product: interface.PackedLinear) -> None:
         super().__init__()
         self.out_features, self.in_features = weight_of(linear).shape
         self.bias: Tensor | None = None if linear.bias is None else linear.bias.detach()
@@ -42,7 +44,7 @@ class PackedLinear(nn.Module):
         return None if product is None else cls(linear, product)
 
     @property
-    def packed(self) -> list[Tensor]:
+    def packed(self) -> Sequence[Tensor]:
         """The weights as they are stored."""
         return self.product.weights
 
@@ -59,8 +61,7 @@ class PackedLinear(nn.Module):
         """Return a layer of the same weights with this bias [out_features], which costs nothing in addition to the
         product."""
         other = copy.copy(self)
-        other.bias, other.product = bias, copy.copy(self.product)
-        other.product.set_bias(bias)
+        other.bias, other.product = bias, self.product.with_bias(bias)
         return other
 
 
@@ -70,7 +71,7 @@ class PackedExperts:
     It uses the module's own gate, activation and norm. The module's weights are then on `meta`.
     """
 
-    def __init__(self, experts: Any, first: list[PackedProduct], second: list[PackedProduct]) -> None:
+    def __init__(self, experts: Any, first: list[Linear], second: list[Linear]) -> None:
         """first, second: products before and after the activation, one for each expert."""
         self._experts, self._first, self._second = experts, first, second
         for name in _weights_of_experts(experts):
@@ -120,7 +121,7 @@ class PackedRouter(TorchFunctionMode):
     def __init__(self, router: nn.Module) -> None:
         super().__init__()
         self._forward = router.forward
-        self._products: dict[torch.dtype, PackedProduct | None] = {}  # many routers multiply in float32
+        self._products: dict[torch.dtype, Linear | None] = {}  # many routers multiply in float32
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the router returns."""
@@ -163,7 +164,7 @@ def pack(model: nn.Module) -> int:
 
 
 def plain_linears(
-    model: nn.Module, least: int = MIN_FEATURES, inputs: int = MIN_FEATURES
+    model: nn.Module, least: int = LEAST_FEATURES, inputs: int = LEAST_FEATURES
 ) -> Iterator[tuple[nn.Module, str, nn.Linear | Conv1D]]:
     """Yield the linear layers on the CPU that do nothing but x W^T + b, with their parents and names. least, inputs:
     fewest outputs and inputs."""
@@ -184,8 +185,7 @@ def _suits(linear: nn.Linear | Conv1D, least: int, fewest: int) -> bool:
     hooked = bool(linear._forward_hooks or linear._forward_pre_hooks or hasattr(linear, "_hf_hook"))
     # a layer with a forward of its own, or with weights in the form of a quantised checkpoint
     hooked |= type(linear) not in (nn.Linear, Conv1D) or "forward" in vars(linear)
-    hooked |= type(weight.data) is not Tensor
-    plain = weight.device.type == "cpu" and not hooked and (bias is None or bias.dtype == weight.dtype)
+    plain = _plain(weight, 2) and not hooked and (bias is None or bias.dtype == weight.dtype)
     outputs, inputs = weight_of(linear).shape
     return plain and weight.is_floating_point() and inputs >= fewest and outputs >= least
 
@@ -203,14 +203,14 @@ def _weights_of_experts(experts: Any) -> tuple[str, str]:
     return ("gate_up_proj" if experts.has_gate else "up_proj"), "down_proj"
 
 
-def _expert_products(experts: Any, name: str) -> list[PackedProduct] | None:
+def _expert_products(experts: Any, name: str) -> list[Linear] | None:
     """Return products with the weights of this name, [experts, o, i] or the other way round; None where nothing packs
     them."""
     weights = getattr(experts, name).detach()
     weights = weights.transpose(1, 2) if experts.is_transposed else weights
     biases = getattr(experts, f"{name}_bias").detach() if experts.has_bias else [None] * len(weights)
     made = [packed_linear([weight], [bias]) for weight, bias in zip(weights, biases, strict=True)]
-    found = [product for product in made if product is not None]
+    found: list[Linear] = [product for product in made if product is not None]
     return found if len(found) == len(made) else None
 
 
@@ -227,6 +227,25 @@ def _plain(weight: Any, dims: int) -> bool:
     return plain and weight.device.type == "cpu"
 
 
+class SharedProduct:
+    """A product of layers that are handed the same input one after the other."""
+
+    def __init__(self, linear: Linear) -> None:
+        self.linear = linear
+        self._kept: tuple[Tensor, Tensor, int] | None = None  # input, result, and layers that have yet to ask for it
+
+    def compute(self, x: Tensor) -> Tensor:
+        """Return the product [..., o] of x [..., i]. It is computed once per tensor and kept until each layer has asked
+        for it."""
+        count = len(self.linear.parts)
+        if count == 1:
+            return self.linear.compute(x)
+        kept = self._kept  # read once: another thread may change it
+        result, left = (self.linear.compute(x), count) if kept is None or kept[0] is not x else kept[1:]
+        self._kept = (x, result, left - 1) if left > 1 else None
+        return result
+
+
 class Int8Linear(nn.Module):
     """A layer x W^T + b with W in int8, except for its columns of outliers. Layers with one input are parts of one
     product. Inference only.
@@ -234,26 +253,26 @@ class Int8Linear(nn.Module):
     `weight` tells shape and dtype to models that look at it and holds no numbers: it lies on `meta`.
     """
 
-    def __init__(self, linear: nn.Linear | Conv1D, product: Int8Product, part: int) -> None:
+    def __init__(self, linear: nn.Linear | Conv1D, product: SharedProduct, part: int) -> None:
         super().__init__()
         self.out_features, self.in_features = weight_of(linear).shape
         self.product = product
-        self._first = sum(product.parts[:part])
+        self._first = sum(product.linear.parts[:part])
         self.weight = torch.empty_like(linear.weight, device="meta", requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x W^T + b [..., out_features] of x [..., in_features], in the same dtype."""
-        return self.product.of(x).narrow(-1, self._first, self.out_features).contiguous()
+        return self.product.compute(x).narrow(-1, self._first, self.out_features).contiguous()
 
     @property
-    def packed(self) -> list[Tensor]:
+    def packed(self) -> Sequence[Tensor]:
         """The weights of the whole product as they are stored."""
-        return [self.product.backend.weights]
+        return self.product.linear.weights
 
     @property
     def compiled(self) -> bool:
         """Whether kernels of our own compute it."""
-        return self.product.compiled
+        return self.product.linear.compiled
 
 
 @dataclass(slots=True)
@@ -322,7 +341,7 @@ def quantize(model: nn.Module, calibrate: Callable[[], object], least: int = LEA
             continue
         weights = [weight_of(child).detach() for _, _, child in layers]
         biases = [None if child.bias is None else child.bias.detach() for _, _, child in layers]
-        product = int8_linear(weights, biases, outlier_channels(largest))
+        product = SharedProduct(int8_linear(weights, biases, outlier_channels(largest)))
         del weights
         for *_, child in layers:
             watch.seen.pop(child)

@@ -33,7 +33,7 @@ from dsbd_cli.models.checkpoints.linearised import mark, unread
 from dsbd_cli.models.checkpoints.mamba_ssm import KEY_MAPPING, byte_tokenizer, read_config
 from dsbd_cli.models.checkpoints.placement import check_device_map, device_map_of, device_of, placement
 from dsbd_cli.models.checkpoints.registry import resolve
-from dsbd_cli.ops.cpu.int8 import LEAST_WEIGHTS
+from dsbd_cli.ops.interface import LEAST_WEIGHTS
 from dsbd_cli.ops.select import int8_missing, packing_works
 
 Checkpoint = tuple[Any, Any]

@@ -21,6 +21,7 @@ from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.models.adapted.seq2seq import Seq2SeqForestModel, sample_encoder_input
 from dsbd_cli.models.forest_model import BaseForestModel
 from dsbd_cli.models.verdicts import Verdict
+from dsbd_cli.ops.interface import host_reads
 
 PROMPT = 161  # tokens: five steps of prompt slots and one that is left over
 WIDTH_STEP = 32  # the width of a prompt's forward is a multiple of this
@@ -256,7 +257,7 @@ def _answer(
     other = (index == free.unsqueeze(2)) | prompt
     slot_positions = index.expand(rows, -1).clone()
     slot_positions.scatter_(1, places, lengths.unsqueeze(1) + torch.arange(ANSWER))
-    prompt_slots = tuple(lengths.tolist()) if model.device.type == "cpu" else (0,) * rows
+    prompt_slots = tuple(lengths.tolist()) if host_reads(model.device) else (0,) * rows
     logits = model.forward(
         ForestInput(
             tokens=join(text.gather(1, depth), other_tokens),

@@ -9,7 +9,7 @@ Letters: R rows, n nodes, S active slots, T suffix slots, H hidden width, E head
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,15 +22,13 @@ from dsbd_cli.models.attention_metadata import AttentionMetadata, PromptKernel, 
 from dsbd_cli.models.checkpoints.generation import CheckpointSettings, checkpoint_rules
 from dsbd_cli.models.decoder.forward import Decoder, LayerInputs
 from dsbd_cli.models.decoder.views import MaskView, PathView, PrefixView, View
-from dsbd_cli.models.decoder.weights import PlainLinear
 from dsbd_cli.models.forest_attention import LEAST_DIM, Blocks
-from dsbd_cli.models.forest_model import BaseForestModel, ModelSize, StateTap
+from dsbd_cli.models.forest_model import BaseForestModel, ModelSize, StateTap, address
 from dsbd_cli.models.kv_cache import KVCache, PlaneSpec
-from dsbd_cli.ops.cpu.linear import PackedProduct, Product, address
-from dsbd_cli.ops.cpu.program import Arena, Program
+from dsbd_cli.ops import run
 from dsbd_cli.ops.cpu.prompt_attention import STEP
-from dsbd_cli.ops.cpu.runtime import EAGER, Eager
 from dsbd_cli.ops.interface import Ops
+from dsbd_cli.ops.run import Arena, Program
 from dsbd_cli.ops.select import LAYERS
 
 MOST_NODES = 256  # of a program: with more nodes Python takes a small part of the time
@@ -155,7 +153,7 @@ class DecoderForestModel(BaseForestModel):
     def size(self) -> ModelSize:
         weights, spec = self.decoder.weights, self.decoder.spec
         linears = [linear for layer in weights.layers for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-        held = [one for linear in (*linears, weights.head) for one in stored(linear)]
+        held = [one for linear in (*linears, weights.head) for one in linear.weights]
         table = weights.table
         shared = any(address(one) == table.data_ptr() for one in held)
         read = sum(one.nbytes for one in held)
@@ -241,11 +239,10 @@ class DecoderForestModel(BaseForestModel):
         """Run the layers, the final norm and, with `logits`, the LM head, as a program where there is one."""
         few, keys = hidden.shape[:2].numel() <= MOST_NODES, [view.key() for view in inputs.views]
         if self.ops.program is None or not few or None in keys:
-            return self._computed(hidden, inputs, logits, EAGER)
+            return self._computed(hidden, inputs, logits)
         if self._programs_of != self.generation:
             self.forget_programs()
-        head = self.decoder.weights.head  # a program would keep a copy of the result of torch's product
-        ends = logits and isinstance(head, Product) and head.compiled
+        ends = logits and self.decoder.weights.head.compiled  # a program would keep a copy of what torch computes
         key = (torch.get_num_threads(), hidden.shape, ends, *keys)
         made = self._programs.pop(key, None)
         if made is None:
@@ -260,18 +257,17 @@ class DecoderForestModel(BaseForestModel):
             product = self.decoder.head(made.results.last)
         return replace(made.results, product=product)
 
-    def _computed(self, hidden: Tensor, inputs: LayerInputs, logits: bool, run: Eager) -> _Results:
-        residual, branch, hidden_states = self.decoder.layers(hidden, inputs, run, self._watched)
+    def _computed(self, hidden: Tensor, inputs: LayerInputs, logits: bool) -> _Results:
+        residual, branch, hidden_states = self.decoder.layers(hidden, inputs, self._watched)
         run.begin(self.decoder.spec.layers)
-        last, summed = self.decoder.finish(residual, branch, run)
-        return _Results(last, summed, hidden_states, self.decoder.head(last, run) if logits else None)
+        last, summed = self.decoder.finish(residual, branch)
+        return _Results(last, summed, hidden_states, self.decoder.head(last) if logits else None)
 
     def _built(self, hidden: Tensor, inputs: LayerInputs, logits: bool) -> _LayerProgram:
         """Build the program for the shape of this forward, with copies of its inputs."""
         # the program runs in inference mode and outside of it, so its memory must not be that of inference tensors
         with torch.inference_mode(False), torch.no_grad():
             assert self.ops.program is not None
-            program = self.ops.program(self._arena)
             places = LayerInputs(
                 inputs.slots.clone(),
                 [(cos.clone(), sin.clone()) for cos, sin in inputs.angles],
@@ -279,8 +275,7 @@ class DecoderForestModel(BaseForestModel):
                 inputs.planes,
             )
             first = hidden.clone()
-            results = self._computed(first, places, logits, program)
-            program.close()
+            program, results = self._arena.record(self.ops.program, lambda: self._computed(first, places, logits))
             if results.product is not None:
                 program.renew(results.product)
         return _LayerProgram(program, first, places, results)
@@ -366,11 +361,3 @@ def _seen(batch: ForestInput, window: int | None) -> Tensor:
     if window is None:
         return batch.mask
     return batch.mask & (batch.positions[:, :, None] - batch.slot_positions[:, None, :] < window)
-
-
-def stored(linear: object) -> Sequence[Tensor]:
-    """Return the tensors in which a product's weights are stored."""
-    if isinstance(linear, (PlainLinear, PackedProduct)):
-        return linear.weights
-    found: Any = linear
-    return [found.backend.weights]

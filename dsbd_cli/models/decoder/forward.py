@@ -1,7 +1,7 @@
 """The forward of the standard decoder, as its formula reads.
 
-Each operation takes `run`: `EAGER` runs kernels at once, a `Program` keeps them, to be run again. `LayerInputs` holds
-the inputs that all layers of one forward share.
+Operations run at once, or are recorded as a program (ops/run.py). `LayerInputs` holds the inputs that all layers of one
+forward share.
 
 Letters: R rows, n nodes, m = R * n, H hidden width, Q query heads, K kv heads, E head dim, V vocabulary, S slots.
 """
@@ -19,8 +19,9 @@ from dsbd_cli.models.decoder.own_rows import OwnRows
 from dsbd_cli.models.decoder.spec import DecoderSpec
 from dsbd_cli.models.decoder.views import View
 from dsbd_cli.models.decoder.weights import DecoderWeights, LayerWeights, PlainLinear
-from dsbd_cli.ops.cpu.runtime import EAGER, Eager
+from dsbd_cli.ops import run
 from dsbd_cli.ops.interface import Ops
+from dsbd_cli.ops.reference import Norm
 
 
 @dataclass(slots=True)
@@ -64,11 +65,7 @@ class Decoder:
         return found if self.spec.embedding_scale == 1 else found * self._embedding_scale
 
     def layers(
-        self,
-        hidden: Tensor,
-        inputs: LayerInputs,
-        run: Eager = EAGER,
-        watched: Collection[int] = (),
+        self, hidden: Tensor, inputs: LayerInputs, watched: Collection[int] = ()
     ) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
         """Run all layers over embeddings [R, n, H]. Return the residual stream as two summands [R, n, H], and copies of
         it [R, n, H] after as many layers as `watched` names (0: the embeddings)."""
@@ -76,26 +73,26 @@ class Decoder:
         residual, branch = hidden, None
         for number, layer in enumerate(self.weights.layers):
             run.begin(number)
-            x, residual = self._enter(layer.input_norm, residual, branch, run)
+            x, residual = self._enter(layer.input_norm, residual, branch)
             if number in watched:
                 copies[number] = run.copy(residual)
-            branch = self._attention(number, layer, x, inputs, run)
-            x, residual = self._enter(layer.mlp_norm, residual, self._leave(layer.attention_norm, branch, run), run)
-            gated = self.ops.gated(layer.gate_up.compute(x, run), self.spec.gelu, run)
-            branch = self._leave(layer.output_norm, layer.down.compute(gated, run), run)
+            branch = self._leave(layer.attention_norm, self._attention(number, layer, x, inputs))
+            x, residual = self._enter(layer.mlp_norm, residual, branch)
+            gated = self.ops.gated(layer.gate_up.compute(x), self.spec.gelu)
+            branch = self._leave(layer.output_norm, layer.down.compute(gated))
         assert branch is not None
         if (count := self.spec.layers) in watched:
             last = residual, branch
             copies[count] = run.compute(lambda: last[0] + last[1])
         return residual, branch, copies
 
-    def finish(self, residual: Tensor, branch: Tensor, run: Eager = EAGER) -> tuple[Tensor, Tensor]:
+    def finish(self, residual: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
         """Return the final norm [R, n, H] of the sum of both, and the sum."""
-        return self.ops.norm(branch, residual, self.weights.norm, self.spec.eps, self.spec.unit_offset, run)
+        return self.ops.norm(self.weights.norm, branch, residual)
 
-    def head(self, hidden: Tensor, run: Eager = EAGER) -> Tensor:
+    def head(self, hidden: Tensor) -> Tensor:
         """Return the product [R, n, V] of the LM head with hidden states after `finish`."""
-        return self.weights.head.compute(hidden, run)
+        return self.weights.head.compute(hidden)
 
     def logits(self, found: Tensor, hidden: Tensor, own_ids: Tensor | None = None) -> Tensor:
         """Return the logits [R, n, V], or of as many tokens as the head has, from the product `found` of `head` with
@@ -113,21 +110,20 @@ class Decoder:
             found[..., -own_ids.shape[1] :].masked_fill_(absent.unsqueeze(1), float("-inf"))
         return found
 
-    def _attention(self, number: int, layer: LayerWeights, x: Tensor, inputs: LayerInputs, run: Eager) -> Tensor:
+    def _attention(self, number: int, layer: LayerWeights, x: Tensor, inputs: LayerInputs) -> Tensor:
         """Run a layer's attention: write keys and values to the planes and return the output [R, n, H]."""
-        spec = self.spec
+        spec, norms = self.spec, layer.head_norms
         keys, values = inputs.planes(number)
-        qkv = layer.qkv.compute(x, run)
-        norms: tuple[Tensor | None, Tensor | None] = layer.query_norm, layer.key_norm
-        if spec.norms_over_all_heads:
-            qkv, norms = self._wide_norms(layer, qkv, run), (None, None)
+        qkv = layer.qkv.compute(x)
+        if norms is not None and spec.norms_over_all_heads:
+            qkv, norms = self._wide_norms(norms, layer.qkv.parts, qkv), None
         cos, sin = inputs.angles[spec.rotary[number]]
-        query = self.ops.rotate(qkv, cos, sin, inputs.slots, keys, values, *norms, spec.eps, spec.unit_offset, run)
+        query = self.ops.rotate(qkv, cos, sin, inputs.slots, keys, values, norms=norms)
         view = inputs.views[spec.kinds.index(spec.windows[number])]
-        attended = view.attend(query, keys, values, spec.scale, spec.softcap, run)
-        return layer.out.compute(attended.flatten(2), run)
+        attended = view.attend(query, keys, values, spec.scale, spec.softcap)
+        return layer.out.compute(attended.flatten(2))
 
-    def _enter(self, norm: Tensor | None, residual: Tensor, branch: Tensor | None, run: Eager) -> tuple[Tensor, Tensor]:
+    def _enter(self, norm: Norm | None, residual: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor]:
         """Add the previous branch, where there is one, to the residual stream. Return the input of the next branch,
         normalised where the layer has a norm, and the residual stream, [R, n, H] each."""
         if norm is None:
@@ -136,29 +132,23 @@ class Decoder:
                 residual = run.compute(lambda: before + more)
             return residual, residual
         if branch is None:
-            return self.ops.norm(residual, None, norm, self.spec.eps, self.spec.unit_offset, run)[0], residual
-        return self.ops.norm(branch, residual, norm, self.spec.eps, self.spec.unit_offset, run)
+            return self.ops.norm(norm, residual)[0], residual
+        return self.ops.norm(norm, branch, residual)
 
-    def _leave(self, norm: Tensor | None, branch: Tensor, run: Eager) -> Tensor:
+    def _leave(self, norm: Norm | None, branch: Tensor) -> Tensor:
         """Return a branch's output as it is added to the residual stream."""
         if norm is not None:
-            branch = self.ops.norm(branch, None, norm, self.spec.eps, self.spec.unit_offset, run)[0]
+            branch = self.ops.norm(norm, branch)[0]
         if self.spec.residual_scale == 1:
             return branch
         return run.compute(lambda: branch * self.spec.residual_scale)
 
-    def _wide_norms(self, layer: LayerWeights, qkv: Tensor, run: Eager) -> Tensor:
-        """Normalise all queries of a node together, and all keys (OLMo 2)."""
-        assert layer.query_norm is not None
-        assert layer.key_norm is not None
-        norms, norm = (layer.query_norm, layer.key_norm), self.ops.norm
+    def _wide_norms(self, norms: tuple[Norm, Norm], parts: Sequence[int], qkv: Tensor) -> Tensor:
+        """Normalise all queries of a node together, and all keys (OLMo 2). parts: widths of queries, keys, values."""
 
         def normed() -> Tensor:
-            *parts, value = qkv.split(layer.qkv.parts, -1)
-            found = [
-                norm(part.contiguous(), None, weight, self.spec.eps, self.spec.unit_offset, EAGER)[0]
-                for part, weight in zip(parts, norms, strict=True)
-            ]
+            *states, value = qkv.split(parts, -1)
+            found = [self.ops.norm(norm, part.contiguous())[0] for norm, part in zip(norms, states, strict=True)]
             return torch.cat((*found, value), -1)
 
         return run.compute(normed)

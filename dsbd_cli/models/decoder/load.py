@@ -27,7 +27,7 @@ from dsbd_cli.models.decoder.spec import DecoderSpec, spec_of
 from dsbd_cli.models.decoder.weights import Tensors, read_tensors, read_weights
 from dsbd_cli.models.forest_model import calibration_tokens
 from dsbd_cli.ops.interface import Ops
-from dsbd_cli.ops.select import DECODER, GPU_LAYERS, ops_for
+from dsbd_cli.ops.select import DECODER, ops_for
 
 TOKENS = 24  # of a text that is compared with transformers
 SEED = 20  # of its random tokens
@@ -71,8 +71,7 @@ def build_decoder(
     """
     decoder_spec = checkpoint.spec
     weights = read_weights(decoder_spec, checkpoint.tensors, checkpoint.dtype, head)
-    if checkpoint.device.type != "cpu":
-        weights.to(checkpoint.device)
+    weights.to(checkpoint.device)
     ops = decoder_ops(decoder_spec, checkpoint.device, checkpoint.dtype, kernels)
     model = DecoderForestModel(Decoder(decoder_spec, weights, ops), spec.source, settings, stock)
     if head is not None:
@@ -155,4 +154,4 @@ def decoder_ops(
     if decoder_spec.norms_over_all_heads:
         widths |= {decoder_spec.heads * decoder_spec.head_dim, decoder_spec.kv_heads * decoder_spec.head_dim}
     ops = ops_for(device, dtype, DECODER, widths=frozenset(widths), kernels=None if kernels else False)
-    return ops if device.type == "cpu" else ops.without(*(set(GPU_LAYERS) - kernels))
+    return ops.without(*(set(ops.by("triton")) - kernels))

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from dsbd_cli.models.decoder.forward import Decoder
 from dsbd_cli.models.decoder.weights import PlainLinear
-from dsbd_cli.ops.cpu.int8 import LEAST_WEIGHTS, outlier_channels
-from dsbd_cli.ops.cpu.runtime import EAGER, Eager
-from dsbd_cli.ops.interface import Linear, Ops
+from dsbd_cli.ops.interface import LEAST_WEIGHTS, Linear, Ops
+from dsbd_cli.ops.reference import outlier_channels
 from dsbd_cli.ops.select import int8_linear
 
 Outliers = Mapping[str, Tensor]
@@ -60,14 +59,14 @@ class _Watched:
     """A product that records the largest magnitude in each of its input channels."""
 
     def __init__(self, inner: Linear) -> None:
-        self._inner, self.parts = inner, inner.parts
+        self._inner, self.parts, self.weights, self.compiled = inner, inner.parts, inner.weights, False
         self.largest: Tensor | None = None
 
-    def compute(self, x: Tensor, run: Eager = EAGER) -> Tensor:
+    def compute(self, x: Tensor) -> Tensor:
         """Return the product [..., o] of x [..., i] and record the magnitudes of x."""
         seen = x.detach().reshape(-1, x.shape[-1]).abs().amax(0).float()
         self.largest = seen if self.largest is None else torch.maximum(self.largest, seen)
-        return self._inner.compute(x, run)
+        return self._inner.compute(x)
 
 
 def packed(linear: PlainLinear, dtype: torch.dtype, device: torch.device, ops: Ops) -> Linear:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from dsbd_cli.models.attention_metadata import AttentionMetadata
 from dsbd_cli.models.forest_attention import Blocks, Scoring, attention, prompt_attention
+from dsbd_cli.ops import run
 from dsbd_cli.ops.cpu.attention import SlotPaths
-from dsbd_cli.ops.cpu.runtime import Eager
 
 LEAST_PADDED = 64  # slots that a program has room for in a path, and between its ends; more are a power of two
 
@@ -26,9 +26,7 @@ LEAST_PADDED = 64  # slots that a program has room for in a path, and between it
 class View(Protocol):
     """The way in which the nodes of one forward attend to cached keys, in all layers with the same window."""
 
-    def attend(
-        self, query: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None, run: Eager
-    ) -> Tensor:
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None) -> Tensor:
         """Return attention [R, n, Q, E] of query [R, Q, n, E] over planes [R', S', K, E]."""
         ...
 
@@ -58,16 +56,14 @@ class PrefixView:
     kernel: Callable[..., tuple[Tensor, Tensor]]
     rows: Tensor | None = None
 
-    def part(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, run: Eager) -> tuple[Tensor, Tensor]:
+    def part(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Return attention [R, K, m, E] and its natural log-sums [R, K, m]."""
         key, value = keys.transpose(1, 2), values.transpose(1, 2)
-        return self.kernel(query, key, value, self.counts, scale, rows=self.rows, run=run)
+        return self.kernel(query, key, value, self.counts, scale, rows=self.rows)
 
-    def attend(
-        self, query: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None, run: Eager
-    ) -> Tensor:
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None) -> Tensor:
         assert softcap is None
-        found = self.part(query, keys, values, scale, run)[0]
+        found = self.part(query, keys, values, scale)[0]
         return run.compute(lambda: found.view(query.shape).transpose(1, 2).contiguous())
 
     def key(self) -> Hashable:
@@ -97,16 +93,14 @@ class PathView:
     kernel: Callable[..., Tensor]
     prompt: PrefixView | None = None
 
-    def attend(
-        self, query: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None, run: Eager
-    ) -> Tensor:
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None) -> Tensor:
         key, value = (plane[: len(query)].transpose(1, 2) for plane in (keys, values))
         known: tuple[Tensor, Tensor] | None = None
         if self.prompt is not None:
-            known = self.prompt.part(query, keys, values, scale, run)
+            known = self.prompt.part(query, keys, values, scale)
         elif max(self.prompt_slots, default=0):
             known = run.compute(lambda: prompt_attention(self.prompt_slots, query, key, value, self.head, scale))
-        return self.kernel(self.paths, query, key, value, scale, prompt_part=known, softcap=softcap, run=run)
+        return self.kernel(self.paths, query, key, value, scale, prompt_part=known, softcap=softcap)
 
     def key(self) -> Hashable:
         return self.prompt is None, self.prompt_slots, _padded(self.paths.slots.shape[2]), _padded(self.paths.span)
@@ -146,9 +140,7 @@ class MaskView:
     rows: Tensor | None = None
     metadata: AttentionMetadata | Blocks | None = None
 
-    def attend(
-        self, query: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None, run: Eager
-    ) -> Tensor:
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None) -> Tensor:
         active = self.mask.shape[-1]
 
         def attended() -> Tensor:

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from dsbd_cli.models.checkpoints.head import TrimmedHead
 from dsbd_cli.models.decoder.spec import DecoderSpec
-from dsbd_cli.ops.cpu.runtime import EAGER, Eager
+from dsbd_cli.ops import run
 from dsbd_cli.ops.interface import Linear
+from dsbd_cli.ops.reference import Norm
 
-NORMS = ("input_norm", "attention_norm", "mlp_norm", "output_norm", "query_norm", "key_norm")
+NORMS = ("input_norm", "attention_norm", "mlp_norm", "output_norm")
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 Tensors = Mapping[str, Callable[[], Tensor]]
 """For the name of each tensor of a checkpoint, a function that reads the tensor."""
@@ -31,6 +32,8 @@ class PlainLinear:
 
     A weight of another dtype than the inputs is converted at each call, so that none is held twice.
     """
+
+    compiled = False
 
     def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
         """weights: [o, i] each. biases: [o] or None each."""
@@ -48,7 +51,7 @@ class PlainLinear:
         weights = [weight.to(device, dtype) for weight in self.weights]
         return weights, [None if bias is None else bias.to(device, dtype) for bias in self.biases]
 
-    def compute(self, x: Tensor, run: Eager = EAGER) -> Tensor:
+    def compute(self, x: Tensor) -> Tensor:
         """Return the products [..., o] of x [..., i], side by side."""
         return run.compute(lambda: self._computed(x))
 
@@ -62,19 +65,18 @@ class PlainLinear:
 
 @dataclass(slots=True)
 class LayerWeights:
-    """Weights of one layer. Norms are [hidden], but norms of queries and keys are [head_dim] or as wide as all heads.
-    None: the layer lacks the norm."""
+    """Weights of one layer. Norms are [hidden]; head_norms, of queries and of keys, are [head_dim] or as wide as all
+    heads. None: the layer lacks the norm."""
 
     qkv: Linear
     out: Linear
     gate_up: Linear
     down: Linear
-    input_norm: Tensor | None
-    attention_norm: Tensor | None
-    mlp_norm: Tensor | None
-    output_norm: Tensor | None
-    query_norm: Tensor | None
-    key_norm: Tensor | None
+    input_norm: Norm | None = None
+    attention_norm: Norm | None = None
+    mlp_norm: Norm | None = None
+    output_norm: Norm | None = None
+    head_norms: tuple[Norm, Norm] | None = None
 
     @property
     def linears(self) -> Iterator[tuple[str, PlainLinear]]:
@@ -89,12 +91,12 @@ class LayerWeights:
 class DecoderWeights:
     """All weights of a decoder.
 
-    table: [V, hidden], in the checkpoint's dtype. norm: [hidden]. dtype: the dtype that is computed in.
+    table: [V, hidden], in the checkpoint's dtype. norm: [hidden], the last one. dtype: the dtype that is computed in.
     """
 
     table: Tensor
     layers: list[LayerWeights]
-    norm: Tensor
+    norm: Norm
     head: Linear
     dtype: torch.dtype
 
@@ -105,6 +107,8 @@ class DecoderWeights:
             for name in NORMS:
                 norm = getattr(layer, name)
                 setattr(layer, name, None if norm is None else norm.to(device))
+            if layer.head_norms is not None:
+                layer.head_norms = layer.head_norms[0].to(device), layer.head_norms[1].to(device)
             for _, linear in layer.linears:
                 linear.to(device)
         if isinstance(self.head, PlainLinear):
@@ -172,22 +176,24 @@ class WeightReader:
                 return found
         raise KeyError(f"model.{name}")
 
-    def norm(self, name: str, width: int) -> Tensor:
-        """Return the weights of a norm, in the dtype that is computed in."""
-        return self.tensor(name, width).to(self.dtype)
+    def norm(self, name: str, width: int, *, of_heads: bool = False) -> Norm:
+        """Return a norm, with weights in the dtype that is computed in. of_heads: of what will be rotated."""
+        weight = self.tensor(name, width).to(self.dtype)
+        return Norm(self._rotated_first(weight) if of_heads else weight, self.spec.eps, self.spec.unit_offset)
 
     def layer(self, number: int, inputs: int | None = None) -> LayerWeights:
         """Return the weights of a layer. inputs: width of the input of queries, keys and values; None: hidden."""
         spec, at = self.spec, f"layers.{number}."
         inputs = inputs or spec.hidden
         query, key = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-        norms: dict[str, Tensor | None] = dict.fromkeys(NORMS)
-        for place, name in self._norm_names():
-            norms[place] = self.norm(f"{at}{name}.weight", spec.hidden)
+        norms = {field: self.norm(f"{at}{name}.weight", spec.hidden) for field, name in self._norm_names()}
+        head_norms = None
         if spec.head_norms or spec.norms_over_all_heads:
             wide = (query, key) if spec.norms_over_all_heads else (spec.head_dim, spec.head_dim)
-            norms["query_norm"] = self._rotated_first(self.norm(f"{at}self_attn.q_norm.weight", wide[0]))
-            norms["key_norm"] = self._rotated_first(self.norm(f"{at}self_attn.k_norm.weight", wide[1]))
+            head_norms = (
+                self.norm(f"{at}self_attn.q_norm.weight", wide[0], of_heads=True),
+                self.norm(f"{at}self_attn.k_norm.weight", wide[1], of_heads=True),
+            )
         if spec.family == "phi3":
             qkv = self._parts(f"{at}self_attn.qkv_proj", (query, key, key), inputs)
             gate_up = self._parts(f"{at}mlp.gate_up_proj", (2 * spec.inner,), spec.hidden)
@@ -200,7 +206,7 @@ class WeightReader:
         qkv.biases = [*(None if bias is None else self._rotated_first(bias) for bias in qkv.biases[:2]), qkv.biases[2]]
         out = self._joined([(f"{at}self_attn.o_proj", spec.hidden)], query, bias=spec.out_bias)
         down = self._joined([(f"{at}mlp.down_proj", spec.hidden)], spec.inner, bias=spec.mlp_bias)
-        return LayerWeights(qkv, out, gate_up, down, **norms)
+        return LayerWeights(qkv, out, gate_up, down, **norms, head_norms=head_norms)
 
     def _norm_names(self) -> list[tuple[str, str]]:
         """Return the norms of hidden states: their fields in LayerWeights and their names in checkpoints."""

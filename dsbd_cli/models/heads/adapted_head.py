@@ -20,10 +20,9 @@ from dsbd_cli.models.adapted.causal import CausalForestModel
 from dsbd_cli.models.adapted.patching import pack, quantize
 from dsbd_cli.models.checkpoints.loader import quiet
 from dsbd_cli.models.decoder.weights import Tensors
-from dsbd_cli.models.forest_model import BaseForestModel, ModelSize, StateTap
+from dsbd_cli.models.forest_model import BaseForestModel, ModelSize, StateTap, address
 from dsbd_cli.models.heads.formats import MTP_HEAD, HeadTensors, MtpNames, find_mtp
 from dsbd_cli.models.heads.head_model import AFTER_NORM, TargetHead, without_first
-from dsbd_cli.ops.cpu.linear import address
 
 # settings of MTP layers, each with the only value that is known here; all others must be off
 KNOWN_MTP = {"num_mtp_layers": 1, "mtp_num_hidden_layers": 1, "mtp_layer_types": ["full_attention"]}
@@ -56,8 +55,7 @@ class MtpForestModel(TargetHead, CausalForestModel):
         return replace(found, held_bytes=found.held_bytes - shared)
 
     def pack(self) -> None:
-        if self.device.type == "cpu":
-            pack(self.module)
+        pack(self.module)
 
     def quantize(self) -> int:
         made = quantize(self.module, self._read_random)

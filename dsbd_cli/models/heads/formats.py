@@ -171,7 +171,10 @@ def read_mtp(tensors: Tensors, target: DecoderForestModel) -> FoundHead:
     )
     parts = MtpParts(
         _product(reader, names.fc, 2 * spec.hidden),
-        *(_on(reader.norm(f"{name}.weight", spec.hidden), target) for name in (names.token_norm, names.state_norm)),
+        *(
+            reader.norm(f"{name}.weight", spec.hidden).to(target.device)
+            for name in (names.token_norm, names.state_norm)
+        ),
     )
     if MTP_HEAD in found:
         head = reader.tensor(MTP_HEAD, spec.vocabulary, spec.hidden)
@@ -208,7 +211,7 @@ def _eagle3(
     reader = WeightReader(spec, tensors, target.weights_dtype)
     table, width = target.embeddings, spec.hidden
     if "embed_tokens.weight" in tensors:
-        table = _on(reader.tensor("embed_tokens.weight", spec.vocabulary, width), target)
+        table = reader.tensor("embed_tokens.weight", spec.vocabulary, width).to(target.device)
     elif width != theirs:
         raise PairError(f"it has no embeddings and is {width} wide, and the target's are {theirs} wide")
     ids, order = _head_tokens(tensors, vocabulary, rows)
@@ -221,9 +224,11 @@ def _eagle3(
         raise ModelError("lm_head.weight is missing")
     parts = Eagle3Parts(
         fc=_product(reader, "fc", taps * theirs),
-        hidden_norm=_on(reader.norm("layers.0.hidden_norm.weight", width), target),
-        joined_norm=_on(reader.norm("input_norm.weight", taps * theirs), target) if flags["norm_before_fc"] else None,
-        tap_norms=[_on(reader.norm(f"fc_norm.{one}.weight", theirs), target) for one in range(taps)]
+        hidden_norm=reader.norm("layers.0.hidden_norm.weight", width).to(target.device),
+        joined_norm=reader.norm("input_norm.weight", taps * theirs).to(target.device)
+        if flags["norm_before_fc"]
+        else None,
+        tap_norms=[reader.norm(f"fc_norm.{one}.weight", theirs).to(target.device) for one in range(taps)]
         if flags["fc_norm"]
         else (),
         norm_before_residual=flags["norm_before_residual"],
@@ -318,17 +323,12 @@ def _product(reader: WeightReader, name: str, inputs: int) -> Linear:
 
 def _move_to_target(decoder: HeadDecoder, target: BaseForestModel) -> None:
     """Move a head's weights to the target's device."""
-    if target.device.type != "cpu":
-        decoder.weights.to(target.device)
-        decoder.parts.fc.to(target.device)  # type: ignore[attr-defined]  # a plain one
+    decoder.weights.to(target.device)
+    decoder.parts.fc.to(target.device)  # type: ignore[attr-defined]  # a plain one
 
 
 def _ops(spec: DecoderSpec, target: BaseForestModel) -> Any:
     return decoder_ops(spec, target.device, target.weights_dtype)
-
-
-def _on(tensor: Tensor, target: BaseForestModel) -> Tensor:
-    return tensor.to(target.device)
 
 
 def _tensors(folder: Path) -> Tensors:

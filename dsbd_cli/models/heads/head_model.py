@@ -18,16 +18,15 @@ from torch import Tensor
 from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.errors import ModelError
 from dsbd_cli.models.checkpoints.generation import CheckpointSettings
-from dsbd_cli.models.decoder.decoder_model import DecoderForestModel, stored
+from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
 from dsbd_cli.models.decoder.forward import Decoder, LayerInputs
 from dsbd_cli.models.decoder.pack import find_outliers, pack_decoder, quantize_decoder
 from dsbd_cli.models.decoder.spec import DecoderSpec
 from dsbd_cli.models.decoder.weights import DecoderWeights, PlainLinear
-from dsbd_cli.models.forest_model import BaseForestModel, ModelSize, StateTap, calibration_tokens
-from dsbd_cli.ops import reference
-from dsbd_cli.ops.cpu.linear import address
-from dsbd_cli.ops.cpu.runtime import EAGER, Eager
+from dsbd_cli.models.forest_model import BaseForestModel, ModelSize, StateTap, address, calibration_tokens
+from dsbd_cli.ops import reference, run
 from dsbd_cli.ops.interface import Linear, Ops
+from dsbd_cli.ops.reference import Norm
 
 AFTER_NORM = "it reads the states after the final norm"
 
@@ -56,9 +55,6 @@ class HeadDecoder(Decoder):
         after its final norm."""
         raise NotImplementedError
 
-    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
-        return self.ops.norm(x, None, weight, self.spec.eps, self.spec.unit_offset, EAGER)[0]
-
 
 @dataclass(slots=True)
 class Eagle3Parts:
@@ -66,17 +62,17 @@ class Eagle3Parts:
 
     Attributes:
         fc: [T * taps -> H], joins hidden states of the target.
-        hidden_norm: [H], norm of states.
-        joined_norm: [T * taps], norm of all hidden states together (norm_before_fc).
-        tap_norms: [T], norm of each hidden state (fc_norm).
+        hidden_norm: [H], of states.
+        joined_norm: [T * taps], of all hidden states together (norm_before_fc).
+        tap_norms: [T], of each hidden state (fc_norm).
         norm_before_residual: the residual stream begins with the normalised state.
         norm_output: guesses are normalised.
     """
 
     fc: Linear
-    hidden_norm: Tensor
-    joined_norm: Tensor | None = None
-    tap_norms: Sequence[Tensor] = ()
+    hidden_norm: Norm
+    joined_norm: Norm | None = None
+    tap_norms: Sequence[Norm] = ()
     norm_before_residual: bool = False
     norm_output: bool = False
 
@@ -88,13 +84,12 @@ class Eagle3Decoder(HeadDecoder):
     parts: Eagle3Parts
 
     def fuse(self, taken: list[Tensor]) -> Tensor:
-        parts, eps = self.parts, self.spec.eps
+        parts = self.parts
         if parts.tap_norms:
-            normed = zip(taken, parts.tap_norms, strict=True)
-            taken = [reference.norm(one, None, weight, eps, False)[0] for one, weight in normed]
+            taken = [reference.norm(norm, one)[0] for norm, one in zip(parts.tap_norms, taken, strict=True)]
         joined = torch.cat(taken, -1)
         if parts.joined_norm is not None:
-            joined = reference.norm(joined, None, parts.joined_norm, eps, False)[0]
+            joined = reference.norm(parts.joined_norm, joined)[0]
         return parts.fc.compute(joined)
 
     def start(self, embedded: Tensor, states: Tensor) -> Tensor:
@@ -103,15 +98,15 @@ class Eagle3Decoder(HeadDecoder):
     def guess(self, summed: Tensor, last: Tensor) -> Tensor:
         return last if self.parts.norm_output else summed
 
-    def _enter(self, norm: Tensor | None, residual: Tensor, branch: Tensor | None, run: Eager) -> tuple[Tensor, Tensor]:
+    def _enter(self, norm: Norm | None, residual: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor]:
         if branch is not None:
-            return super()._enter(norm, residual, branch, run)
+            return super()._enter(norm, residual, branch)
         assert norm is not None, "families without a norm before the layer are refused"
 
         def entered() -> tuple[Tensor, Tensor]:
             embedded, states = (half.contiguous() for half in residual.chunk(2, -1))
-            normed = self._normed(states, self.parts.hidden_norm)
-            x = torch.cat((self._normed(embedded, norm), normed), -1)
+            normed = self.ops.norm(self.parts.hidden_norm, states)[0]
+            x = torch.cat((self.ops.norm(norm, embedded)[0], normed), -1)
             return x, normed if self.parts.norm_before_residual else states
 
         return run.compute(entered)
@@ -123,8 +118,8 @@ class MtpParts:
     state_norm: [H]."""
 
     fc: Linear
-    token_norm: Tensor
-    state_norm: Tensor
+    token_norm: Norm
+    state_norm: Norm
 
 
 class MtpDecoder(HeadDecoder):
@@ -137,8 +132,9 @@ class MtpDecoder(HeadDecoder):
         return taken[0]
 
     def start(self, embedded: Tensor, states: Tensor) -> Tensor:
-        token, state = self._normed(embedded, self.parts.token_norm), self._normed(states, self.parts.state_norm)
-        return self.parts.fc.compute(torch.cat((token, state), -1))
+        norm, parts = self.ops.norm, self.parts
+        token, state = norm(parts.token_norm, embedded)[0], norm(parts.state_norm, states)[0]
+        return parts.fc.compute(torch.cat((token, state), -1))
 
     def guess(self, summed: Tensor, last: Tensor) -> Tensor:
         return last
@@ -243,8 +239,8 @@ class HeadForestModel(TargetHead, DecoderForestModel):
         found, mine, target = super().size, self.decoder.weights, self._target
         theirs = [target.embeddings]
         if isinstance(target, DecoderForestModel):
-            theirs += stored(target.decoder.weights.head)
-        sizes = {address(one): one.nbytes for one in (mine.table, *stored(mine.head))}
+            theirs += target.decoder.weights.head.weights
+        sizes = {address(one): one.nbytes for one in (mine.table, *mine.head.weights)}
         shared = sum(sizes[address(one)] for one in theirs if address(one) in sizes)
         return replace(found, held_bytes=found.held_bytes - shared)
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from dsbd_cli.models.recurrent.memory import LayerMemory, TailCache, flat_tokens, masked
 from dsbd_cli.models.recurrent.scans import PART, carried, chain, delta_chain, fold, last_sums, solve, weights
-from dsbd_cli.models.recurrent.tail import Shift, as_array
-from dsbd_cli.ops.cpu.scan import compiled as _kernels
+from dsbd_cli.models.recurrent.tail import Shift, as_array, scan_kernels
 
 
 class LinearState(LayerMemory):
@@ -28,7 +27,7 @@ class LinearState(LayerMemory):
     def __init__(self, cache: TailCache, device: torch.device) -> None:
         super().__init__(cache, device)
         if self.by_kernel:
-            self.lead = _kernels().LEAD
+            self.lead = scan_kernels().LEAD
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, scales: Tensor | None = None, skip: Tensor | None = None
@@ -83,7 +82,7 @@ class LinearState(LayerMemory):
         skip: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Compute `attend`, or with beta `correct`, by a kernel. It sums in float32 and in the order of the path."""
-        kernels, places, (rows, count, heads, width) = _kernels(), self.places, v.shape
+        kernels, places, (rows, count, heads, width) = scan_kernels(), self.places, v.shape
         groups, dim = k.shape[2:]
         decays = g.shape[3] if g.dim() == 4 else 1
         y = torch.empty(v.shape, dtype=torch.float32)
@@ -155,7 +154,7 @@ class LinearState(LayerMemory):
         self.planes["c"][:rows] -= last_sums(c, shift.count).unsqueeze(1)
 
     def _fold_by_kernel(self, shift: Shift) -> None:
-        state, rows, kernels, plan = self.state, len(shift.base), _kernels(), shift.plan(self.lead)
+        state, rows, kernels, plan = self.state, len(shift.base), scan_kernels(), shift.plan(self.lead)
         assert state is not None
         if plan.sizes.max() < 2:  # no state moves on
             return

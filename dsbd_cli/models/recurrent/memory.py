@@ -18,8 +18,7 @@ from transformers.activations import ACT2FN
 
 from dsbd_cli.models.cache import ForestCache
 from dsbd_cli.models.recurrent.scans import convolve, selective_chain, selective_fold, selective_read
-from dsbd_cli.models.recurrent.tail import Shift, TailBuffer, as_array
-from dsbd_cli.ops.cpu.scan import compiled as _kernels
+from dsbd_cli.models.recurrent.tail import Shift, TailBuffer, as_array, scan_kernels
 from dsbd_cli.ops.select import ops_for
 
 SILU = ("silu", "swish")
@@ -163,7 +162,7 @@ class LayerMemory:
             self.fold(shift)
         for plane in self.planes.values():
             if self.by_kernel:
-                _kernels().join(as_array(plane.flatten(2)), self.lead, as_array(shift.base), as_array(shift.count))
+                scan_kernels().join(as_array(plane.flatten(2)), self.lead, as_array(shift.base), as_array(shift.count))
             else:
                 shift.join(plane, self.lead)
 
@@ -215,7 +214,7 @@ class Convolution(LayerMemory):
         else:
             at, back = places.taps(self.lead)
         parts = (as_array(part.float()) for part in (weight, added))
-        _kernels().convolve(
+        scan_kernels().convolve(
             *flat_tokens(x), as_array(read.flatten(0, 1)), at, back, *parts, smooth, as_array(out.flatten(0, 1))
         )  # fmt: skip
         if places.chain:

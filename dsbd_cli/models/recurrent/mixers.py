@@ -5,7 +5,7 @@ same arguments in all model families. Here each mixer of a loaded model gets a c
 names mean our functions. No other model and no module of transformers changes. Outside a forest forward ours call the
 stock functions, so that `plain` and comparators run what transformers wrote.
 
-To add a family: CONTRIBUTING.md.
+To add a family: docs/extending.md.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ Letters as in models/recurrent/states.py.
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,10 +15,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dsbd_cli.engine.protocols import ForestInput
-from dsbd_cli.ops.cpu.scan import compiled as _kernels
+from dsbd_cli.ops.interface import host_reads
+from dsbd_cli.ops.select import ops_for
 
-if TYPE_CHECKING:
-    from dsbd_cli.ops.cpu.kernels.scan import ScanMask, ScanSchedule
+
+def scan_kernels() -> Any:
+    """Return the kernels of recurrent layers on a CPU, the module that `Ops.scan` returns."""
+    scan = ops_for(torch.device("cpu"), torch.float32, ("scan",)).scan
+    assert scan is not None
+    return scan()
 
 
 class TailBuffer:
@@ -38,7 +43,7 @@ class TailBuffer:
         self._moved: dict[torch.device, TailBuffer] = {}
         self._back: dict[int, Tensor] = {}
         self._flat: dict[int, Tensor] = {}
-        self._plans: dict[int, ScanSchedule] = {}
+        self._plans: dict[int, Any] = {}
         self._taps: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
 
     def on(self, device: torch.device) -> TailBuffer:
@@ -120,11 +125,11 @@ class TailBuffer:
         return self._back[taps]
 
     @cached_property
-    def scan_mask(self) -> ScanMask:
+    def scan_mask(self) -> Any:
         """`seen`, `at` and `depths` as kernels take them."""
         batch = self.batch
         parts = (as_array(part) for part in (batch.mask, batch.slots, batch.slot_positions, self.base))
-        return _kernels().scan_mask(*parts, self.width, self.trash)
+        return scan_kernels().scan_mask(*parts, self.width, self.trash)
 
     @cached_property
     def rows_of_planes(self) -> NDArray[np.int64]:
@@ -136,18 +141,20 @@ class TailBuffer:
         if lead not in self._taps:
             own = self.scan_mask
             positions, base = as_array(self.batch.positions), as_array(self.base)
-            self._taps[lead] = _kernels().taps(own.seen, own.at, own.depths, positions, base, self.rows_of_planes, lead)
+            self._taps[lead] = scan_kernels().taps(
+                own.seen, own.at, own.depths, positions, base, self.rows_of_planes, lead
+            )
         return self._taps[lead]
 
-    def plan(self, lead: int) -> ScanSchedule:
+    def plan(self, lead: int) -> Any:
         """Return the schedule of a kernel over planes [rows, lead + T + 1, ...], or for a chain over planes [R, lead +
         n, ...]."""
         if lead not in self._plans:
             base = as_array(self.base)
             if self.chain:
-                plan = _kernels().chain(base, as_array(self.lengths), self.real.shape[1], lead)
+                plan = scan_kernels().chain(base, as_array(self.lengths), self.real.shape[1], lead)
             else:
-                plan = _kernels().forest(*self.scan_mask[:3], base, lead)
+                plan = scan_kernels().forest(*self.scan_mask[:3], base, lead)
             self._plans[lead] = plan
         return self._plans[lead]
 
@@ -172,7 +179,7 @@ class TailBuffer:
         different numbers of them. On a GPU these are all T places, because counting them would make the host wait."""
         used = self.seen.any(1)
         found = torch.argsort(torch.where(used, self.depths, self.depths.max() + 1), dim=1, stable=True)
-        return found[:, : int(used.sum(1).max())] if found.device.type == "cpu" else found
+        return found[:, : int(used.sum(1).max())] if host_reads(found.device) else found
 
 
 class Shift:
@@ -189,7 +196,7 @@ class Shift:
         self.sources, self.targets, self.base, self.common_prefix = sources, targets, base, common_prefix
         self.width, self.most = width, most
         # by number of places before the suffix
-        self._plans: dict[int, ScanSchedule] = {}
+        self._plans: dict[int, Any] = {}
         self._moves: dict[int, tuple[Tensor, Tensor]] = {}
         self._last_tokens: dict[int, Tensor] = {}
 
@@ -205,7 +212,7 @@ class Shift:
             for own, slots in zip(inside, (src_slots, dst_slots), strict=True)
         )
         most = width
-        if base.device.type == "cpu":  # the host may read a number here; a GPU would have to wait for it
+        if host_reads(base.device):
             most = int((common_prefix - base).max().clamp(0, width))
             moved = ((src_slots != dst_slots) & inside[1]).flatten().nonzero().squeeze(1)
             here, there = here.index_select(0, moved), there.index_select(0, moved)
@@ -222,11 +229,11 @@ class Shift:
         int64."""
         return (self.base.unsqueeze(1) + torch.arange(self.most, device=self.base.device)) % self.width
 
-    def plan(self, lead: int) -> ScanSchedule:
+    def plan(self, lead: int) -> Any:
         """Return the schedule by which a kernel takes the tokens that join the common prefix into states."""
         if lead not in self._plans:
             parts = (as_array(part) for part in (self.base, self.count, self.joined))
-            self._plans[lead] = _kernels().fold(*parts, lead)
+            self._plans[lead] = scan_kernels().fold(*parts, lead)
         return self._plans[lead]
 
     def first(self, plane: Tensor, lead: int = 0) -> Tensor:

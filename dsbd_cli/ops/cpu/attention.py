@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsbd_cli.ops.cpu.runtime import EAGER, FLOATS, SMALL, CpuKernel, Eager, fields, kernels, layout, offsets
+from dsbd_cli.ops import run
+from dsbd_cli.ops.cpu.runtime import FLOATS, SMALL, CpuKernel, fields, kernels, layout, offsets
 
 LANES = 16
 FEW = 32  # fewer queries of a kv head are not divided among threads, because each thread would read all keys
@@ -109,7 +110,6 @@ def attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
-    run: Eager = EAGER,
 ) -> Tensor:
     """Attend with query [R, H * G, n, E] to the listed slots of key and value [R, H, S, E]. Return [R, n, H * G, E].
 

@@ -23,23 +23,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dsbd_cli.ops.cpu.linear import COLUMNS, Parts, Product, joined_bias, lines, row_addresses
+from dsbd_cli.ops import run
+from dsbd_cli.ops.cpu.linear import COLUMNS, PackedProduct, Parts, joined_bias, lines, row_addresses
 from dsbd_cli.ops.cpu.runtime import (
-    EAGER,
     PRODUCT,
     CpuKernel,
-    Eager,
-    allocate_weights,
     fields,
     kernels,
     layout,
     offsets,
     shares,
 )
+from dsbd_cli.ops.memory import allocate_weights
 from dsbd_cli.ops.processor import bfloat16_tile
 
-OUTLIERS = 32  # channels that are not quantized; measured: benchmarks/LOG.md, 2026-11-22
-LEAST_WEIGHTS = 100_000  # smaller products are not quantized: their weights stay in a cache
 LEVELS = 127
 ZERO = 128  # offset of inputs, which are unsigned: for signed ones torch takes a kernel a thousand times slower
 # Rows that are quantized, and multiplied, at a time, so that intermediate results stay in the caches. Measured on one
@@ -81,7 +78,7 @@ class QuantizeWeightArguments(ctypes.Structure):
 _ARGUMENTS = QuantizeRowArguments, Int8Arguments, QuantizeWeightArguments
 QUANTIZE_ROWS, MULTIPLY, QUANTIZE_WEIGHTS = map(offsets, _ARGUMENTS)
 LAYOUT = layout(*_ARGUMENTS, constants=(LEVELS, ZERO))
-Linear = Callable[[Sequence[Tensor], Sequence[Tensor | None]], Product | None]
+Linear = Callable[[Sequence[Tensor], Sequence[Tensor | None]], PackedProduct | None]
 
 
 class Torch:
@@ -105,7 +102,7 @@ class Torch:
         self.weights: Tensor = torch.ops.onednn.qlinear_prepack(integers, None)
         self._zeros = torch.zeros(len(integers), dtype=torch.int32)
 
-    def __call__(self, x: Tensor, run: Eager = EAGER) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         """Compute the product: x [r, i] -> [r, o]."""
 
         def compute() -> Tensor:
@@ -158,11 +155,11 @@ class Compiled:
         self._offsets = sums.mul_(-ZERO)
         self._bias, self._outlier_lines = pad(bias.float(), (0, more)), lines([outlier_weights])
 
-    def __call__(self, x: Tensor, run: Eager = EAGER) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         """Compute the product: x [r, i] -> [r, o]."""
-        return self.multiply(*self.levels(x, run), run)
+        return self.multiply(*self.levels(x))
 
-    def levels(self, x: Tensor, run: Eager = EAGER) -> tuple[Tensor, Tensor, Tensor]:
+    def levels(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         assert x.dtype == self._dtype
         assert x.is_cpu
         assert x.shape[1] == self._given
@@ -183,12 +180,12 @@ class Compiled:
         run.launch(compiled()[0], arguments, rows * self._inputs, items)
         return levels, steps, outlier_x
 
-    def multiply(self, levels: Tensor, steps: Tensor, outlier_x: Tensor, run: Eager = EAGER) -> Tensor:
+    def multiply(self, levels: Tensor, steps: Tensor, outlier_x: Tensor) -> Tensor:
         rows, columns = levels.shape[0], self.scales.shape[0]
         out = run.empty(rows, columns, dtype=self._dtype)
         quads = self._inputs // 4
         parts = Parts.of(rows, self._blocks, quads, kinds=2)
-        sums = parts.scratch(run)
+        sums = parts.scratch()
         arguments = Int8Arguments(
             *parts.arguments(sums), levels.data_ptr(), levels.stride(0), self.weights.data_ptr(), quads, parts.piece,
             self._offsets.data_ptr(), self.scales.data_ptr(), steps.data_ptr(), outlier_x.data_ptr(),
@@ -223,12 +220,13 @@ def _quantized_weights(weights: Sequence[Tensor], kept: Tensor) -> tuple[Tensor,
     return made, scales, sums
 
 
-class Int8Product(Product):
+class Int8Product:
     """A product in int8, of layers with the same input, which is quantized once.
 
     Attributes:
         parts: number of outputs of each layer.
         backend: computes the product.
+        compiled: whether our kernels do.
     """
 
     def __init__(
@@ -245,13 +243,14 @@ class Int8Product(Product):
         self.backend = backend(weights, outliers, joined_bias(weights, biases), linear)
         self.compiled = backend is Compiled
 
-    def compute(self, x: Tensor, run: Eager = EAGER) -> Tensor:
-        return self.backend(x.reshape(-1, x.shape[-1]), run).view(*x.shape[:-1], sum(self.parts))
+    @property
+    def weights(self) -> list[Tensor]:
+        """The weights as they are stored."""
+        return [self.backend.weights]
 
-
-def outlier_channels(largest: Tensor) -> Tensor:
-    """Return the k input channels with the largest magnitudes, ascending. largest: [i], a magnitude of each channel."""
-    return largest.topk(min(OUTLIERS, len(largest) // 2)).indices.sort().values
+    def compute(self, x: Tensor) -> Tensor:
+        """Compute the product: x [..., i] -> [..., o], with the outputs of all layers side by side."""
+        return self.backend(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], sum(self.parts))
 
 
 @functools.cache

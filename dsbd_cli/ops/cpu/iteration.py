@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsbd_cli.ops.cpu.runtime import CACHE_LINE, FLOATS, CpuKernel, fields, kernels, layout, offsets
+from dsbd_cli.ops.cpu.runtime import FLOATS, CpuKernel, fields, kernels, layout, offsets
 from dsbd_cli.ops.layout import COLUMNS, FIELDS, FIRST, FLAGS, STREAMS
+from dsbd_cli.ops.memory import CACHE_LINE
 
 RULES = ("coupled", "search")
 MOST_CANDIDATES = 256  # they are kept in order while they are found, which takes longer than sorting if there are many

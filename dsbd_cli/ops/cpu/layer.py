@@ -15,18 +15,9 @@ import functools
 import torch
 from torch import Tensor
 
-from dsbd_cli.ops.cpu.runtime import (
-    EAGER,
-    FLOATS,
-    CpuKernel,
-    Eager,
-    fields,
-    flattened,
-    kernels,
-    layout,
-    offsets,
-    shares,
-)
+from dsbd_cli.ops import run
+from dsbd_cli.ops.cpu.runtime import FLOATS, CpuKernel, fields, flattened, kernels, layout, offsets, shares
+from dsbd_cli.ops.reference import Norm
 
 STEP = 16  # widths of rows, of gates and of half heads must be multiples of it
 NOTHING = {dtype: torch.empty(0, dtype=dtype, device="cpu") for dtype in FLOATS}
@@ -66,14 +57,12 @@ NORM, GATED, ROTATE = offsets(NormArguments), offsets(GatedArguments), offsets(R
 LAYOUT = layout(NormArguments, GatedArguments, RotateArguments)
 
 
-def norm(
-    x: Tensor, more: Tensor | None, weight: Tensor, eps: float, unit_offset: bool, run: Eager = EAGER
-) -> tuple[Tensor, Tensor]:
+def norm(rms: Norm, x: Tensor, more: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Do what `reference.norm` does."""
     flat, rows, row = flattened(x)
     width, unit = x.shape[-1], x.element_size()
     out = run.empty(*x.shape, dtype=x.dtype)
-    assert x.dtype == weight.dtype
+    assert x.dtype == rms.weight.dtype
     given, given_row, summed = None, 0, NOTHING[x.dtype]
     if more is not None:
         assert more.shape == x.shape
@@ -83,13 +72,13 @@ def norm(
     items, share = shares(rows, torch.get_num_threads())
     arguments = NormArguments(
         0, 0, items, rows, share, width, flat.data_ptr(), row * unit, 0 if given is None else given.data_ptr(),
-        given_row * unit, weight.data_ptr(), out.data_ptr(), summed.data_ptr(), unit_offset, unit == 2, eps,
+        given_row * unit, rms.weight.data_ptr(), out.data_ptr(), summed.data_ptr(), rms.unit_offset, unit == 2, rms.eps,
     )  # fmt: skip
     run.launch(compiled()[0], arguments, rows * width * COSTS, items)
     return out, summed
 
 
-def gated(gate_up: Tensor, gelu: bool, run: Eager = EAGER) -> Tensor:
+def gated(gate_up: Tensor, gelu: bool) -> Tensor:
     """Do what `reference.gated` does."""
     flat, rows, row = flattened(gate_up)
     width, unit = gate_up.shape[-1] // 2, gate_up.element_size()
@@ -109,11 +98,7 @@ def rotate(
     slots: Tensor,
     keys: Tensor,
     values: Tensor,
-    query_norm: Tensor | None = None,
-    key_norm: Tensor | None = None,
-    eps: float = 0.0,
-    unit_offset: bool = False,
-    run: Eager = EAGER,
+    norms: tuple[Norm, Norm] | None = None,
 ) -> Tensor:
     """Do what `reference.rotate` does."""
     flat, count, row = flattened(qkv)
@@ -132,8 +117,8 @@ def rotate(
     arguments = RotateArguments(
         0, 0, items, count, share, nodes, heads, kv_heads, dim, flat.data_ptr(), row * unit, cos.data_ptr(),
         sin.data_ptr(), 0 if angles == 1 else nodes * dim * unit, slots.data_ptr(), out.data_ptr(), keys.data_ptr(),
-        values.data_ptr(), 0 if query_norm is None else query_norm.data_ptr(),
-        0 if key_norm is None else key_norm.data_ptr(), unit_offset, unit == 2, eps,
+        values.data_ptr(), *((0, 0) if norms is None else (one.weight.data_ptr() for one in norms)),
+        norms is not None and norms[0].unit_offset, unit == 2, 0.0 if norms is None else norms[0].eps,
     )  # fmt: skip
     run.launch(compiled()[2], arguments, count * width * COSTS, items)
     return out

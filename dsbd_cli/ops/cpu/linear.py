@@ -12,6 +12,7 @@ stay as they are.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import functools
 from collections.abc import Sequence
@@ -20,19 +21,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dsbd_cli.ops import run
 from dsbd_cli.ops.cpu.runtime import (
-    EAGER,
     FLOATS,
     PRODUCT,
     CpuKernel,
-    Eager,
-    allocate_weights,
     fields,
     flattened,
     kernels,
     layout,
     offsets,
 )
+from dsbd_cli.ops.memory import allocate_weights
 from dsbd_cli.ops.processor import Processor, bfloat16_tile, current, on_amd
 
 ROWS_HINT = 32  # tokens for which torch chooses its blocks; measured: any hint from 8 to 512 gives the same blocks
@@ -96,7 +96,7 @@ class Parts(NamedTuple):
         """Divide a product. lines: of weights per block. kinds: sums per output. room: more lines for each thread."""
         return _parts(rows, blocks, lines, kinds, room, torch.get_num_threads())
 
-    def scratch(self, run: Eager) -> Tensor:
+    def scratch(self) -> Tensor:
         """Return memory for the sums."""
         return run.empty(*self.sums, dtype=torch.float32)
 
@@ -178,11 +178,6 @@ def row_addresses(weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
     return _filled(torch.cat(found), COLUMNS), owners
 
 
-def address(tensor: Tensor) -> int:
-    """Return a number that identifies the memory of a tensor. Weights that torch has packed have no address."""
-    return id(tensor) if tensor.is_mkldnn else tensor.data_ptr()
-
-
 class Compiled:
     """Weights for our kernel: lines, or the rows of the given tensors, which must not change."""
 
@@ -215,7 +210,7 @@ class Compiled:
             return 0
         return SPARE_LINES + (-(-rows // SIDES) * -(-self._steps * SIDES // COLUMNS) if rows <= ROWS_AT_ONCE else PIECE)
 
-    def __call__(self, x: Tensor, bias: Tensor | None, run: Eager = EAGER) -> Tensor:
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Compute the product: x [..., i] -> [..., o]. bias: as `bias` returned it."""
         unit, blocks, steps = self._unit, self._blocks, self._steps
         columns = blocks * COLUMNS
@@ -225,7 +220,7 @@ class Compiled:
         out = run.empty(*x.shape[:-1], columns, dtype=x.dtype)
         room = self._room_lines(rows)
         parts = Parts.of(rows, blocks, steps, room=room)
-        sums = parts.scratch(run)
+        sums = parts.scratch()
         arguments = LinearArguments(
             *parts.arguments(sums), flat.data_ptr(), row * unit, self._places.data_ptr(), steps, parts.piece,
             self._in_rows, (parts.sums[1] - room + SPARE_LINES) * COLUMNS * 4, 0 if bias is None else bias.data_ptr(),
@@ -262,7 +257,7 @@ class Torch:
     def bias(self, bias: Tensor) -> Tensor:
         return _filled(bias, MIN_FEATURES) if len(bias) < MIN_FEATURES else bias
 
-    def __call__(self, x: Tensor, bias: Tensor | None, run: Eager = EAGER) -> Tensor:
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Compute the product: x [..., i] -> [..., o]. bias: as `bias` returned it."""
         return run.compute(lambda: self._padded(x, bias))
 
@@ -279,40 +274,19 @@ class Torch:
         return result
 
 
-class Product:
-    """Layers that have the same input (query, key and value), as one product.
-
-    Attributes:
-        parts: number of outputs of each layer.
-        compiled: whether one of our kernels computes it.
-    """
-
-    parts: list[int]
-    compiled: bool
-    _kept: tuple[Tensor, Tensor, int] | None = None  # input, result, and how many layers have yet to ask for it
-
-    def compute(self, x: Tensor, run: Eager = EAGER) -> Tensor:
-        """Compute the product: x [..., i] -> [..., o], with the outputs of all layers side by side."""
-        raise NotImplementedError
-
-    def of(self, x: Tensor) -> Tensor:
-        """Return `compute(x)`. It is computed once per tensor and kept until each layer has asked for it."""
-        if len(self.parts) == 1:
-            return self.compute(x)
-        kept = self._kept  # read once: another thread may change it
-        result, left = (self.compute(x), len(self.parts)) if kept is None or kept[0] is not x else kept[1:]
-        self._kept = (x, result, left - 1) if left > 1 else None
-        return result
-
-
 def joined_bias(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
     """Return the biases of layers with weights [o, i] as one. Zeros take the place of those that are None."""
     pairs = zip(weights, biases, strict=True)
     return torch.cat([weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in pairs])
 
 
-class PackedProduct(Product):
-    """A product with packed weights."""
+class PackedProduct:
+    """A product with packed weights, of layers that have the same input (query, key and value).
+
+    Attributes:
+        parts: number of outputs of each layer.
+        compiled: whether our kernel computes it.
+    """
 
     def __init__(
         self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], backend: type[Compiled] | type[Torch]
@@ -323,19 +297,22 @@ class PackedProduct(Product):
         self.compiled = backend is Compiled
         self._bias: Tensor | None = None
         if any(bias is not None for bias in biases):
-            self.set_bias(joined_bias(weights, biases))
+            self._bias = self._backend.bias(joined_bias(weights, biases))
 
     @property
     def weights(self) -> list[Tensor]:
         """The weights as they are stored."""
         return self._backend.weights
 
-    def set_bias(self, bias: Tensor) -> None:
-        """Set the bias [o]."""
-        self._bias = self._backend.bias(bias)
+    def with_bias(self, bias: Tensor) -> PackedProduct:
+        """Return the product of the same weights with a bias [o]."""
+        other = copy.copy(self)
+        other._bias = self._backend.bias(bias)
+        return other
 
-    def compute(self, x: Tensor, run: Eager = EAGER) -> Tensor:
-        return self._backend(x, self._bias, run)
+    def compute(self, x: Tensor) -> Tensor:
+        """Compute the product: x [..., i] -> [..., o], with the outputs of all layers side by side."""
+        return self._backend(x, self._bias)
 
 
 class PickedRows:

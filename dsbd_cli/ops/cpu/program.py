@@ -1,25 +1,14 @@
-"""Programs: the kernels of one forward's layers as a table of addresses, run by one compiled loop.
-
-With few nodes a kernel between two products takes some microseconds, and Python takes several times as long to call it.
-A `Program` is passed to the operations of a forward in place of `runtime.EAGER`. It records the kernels that they would
-have run, with fixed memory, and runs them again and again. Before each run the caller writes the inputs to the same
-memory.
-"""
+"""The loop that runs a program (ops/run.py): a table of kernels, their arguments and their threads."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import math
 from collections.abc import Callable
-from typing import Any
 
-import torch
 from torch import Tensor
 
-from dsbd_cli.ops.cpu.runtime import CpuKernel, Eager, Results, fields, kernels, layout, offsets, team_address
-
-Step = Callable[[], object]
+from dsbd_cli.ops.cpu.runtime import CpuKernel, fields, kernels, layout, offsets, team_address
 
 
 class ProgramArguments(ctypes.Structure):
@@ -32,113 +21,9 @@ RUN = offsets(ProgramArguments)
 LAYOUT = layout(ProgramArguments)
 
 
-class Arena:
-    """Memory for the results of layers. A layer reads the results of the layer before it, and reuses the memory of the
-    layer before that. All programs of a model share one arena, because no two run at a time."""
-
-    def __init__(self) -> None:
-        self._parts: tuple[list[Tensor], list[Tensor]] = ([], [])
-        self._part: list[Tensor] = self._parts[0]
-        self._next = 0
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of its blocks, without blocks that a larger one has replaced, which only earlier programs keep."""
-        return sum(block.nbytes for part in self._parts for block in part)
-
-    def begin(self, layer: int) -> None:
-        """Begin layer number `layer`."""
-        self._part, self._next = self._parts[layer % 2], 0
-
-    def block(self, nbytes: int) -> Tensor:
-        """Return at least [nbytes] uint8 that no other result of this layer uses. Sizes are powers of two, because
-        earlier programs keep the blocks that were too small."""
-        if self._next == len(self._part):
-            self._part.append(torch.empty(0, dtype=torch.uint8))
-        if self._part[self._next].nbytes < nbytes:
-            self._part[self._next] = torch.empty(1 << (nbytes - 1).bit_length(), dtype=torch.uint8)
-        self._next += 1
-        return self._part[self._next - 1]
-
-
-class Program(Eager):
-    """A `run` that records the kernels that operations call, to be run again and again.
-
-    Operations of torch (`compute`) also run once while the program is built, on whatever its memory contains, which
-    shows the shapes of their results. At each run they write their results to the program's memory.
-    """
-
-    def __init__(self, arena: Arena) -> None:
-        self._arena = arena
-        self._calls: list[tuple[int, int, int]] = []
-        self._kept: list[object] = []  # objects that addresses in the calls point to
-        self._steps: list[Step] = []
-        self._last: Any = None  # arguments of the kernel that was recorded last
-        self._result: Tensor | None = None
-
-    def begin(self, layer: int) -> None:
-        self._arena.begin(layer)
-
-    def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        count = math.prod(shape)
-        block = self._arena.block(count * dtype.itemsize)
-        self._kept.append(block)
-        return block[: count * dtype.itemsize].view(dtype).view(shape)
-
-    def launch(self, kernel: CpuKernel, arguments: ctypes.Structure, work: int, items: int, *kept: Tensor) -> None:
-        self._calls.append((kernel.address, ctypes.addressof(arguments), kernel.threads(work, items)))
-        self._kept.append((arguments, kept))
-        self._last = arguments
-
-    def compute(self, function: Callable[[], Results]) -> Results:
-        self.close()
-        found = function()
-        buffers = [self.empty(*one.shape, dtype=one.dtype) for one in _several(found)]
-
-        def step() -> None:
-            for buffer, result in zip(buffers, _several(function()), strict=True):
-                buffer.copy_(result)
-
-        self._steps.append(step)
-        result: Any = buffers[0] if isinstance(found, Tensor) else tuple(buffers)
-        return result
-
-    def copy(self, value: Tensor) -> Tensor:
-        self.close()
-        buffer = torch.empty(value.shape, dtype=value.dtype)
-        self._steps.append(lambda: buffer.copy_(value))
-        return buffer
-
-    def close(self) -> None:
-        """End a sequence of kernels: they become one step."""
-        if self._calls:
-            calls = torch.tensor(self._calls)
-            self._kept.append(calls)
-            self._steps.append(
-                functools.partial(compiled().run_here, ProgramArguments(len(calls), calls.data_ptr(), team_address()))
-            )
-            self._calls = []
-
-    def renew(self, result: Tensor) -> None:
-        """Have each run return `result`, which the kernel of a product has just written, in memory of its own."""
-        assert self._last.out == result.data_ptr(), "a kernel has written it"
-        self._result = result
-
-    def run(self) -> Tensor | None:
-        """Run all calls in order. Return the result that `renew` named, if any. Other results are in the memory that
-        the operations were given while the program was built."""
-        result = self._result
-        if result is not None:
-            count = self._last.rows * self._last.out_row  # bytes; the kernel fills up rows that the result cuts
-            fresh = torch.empty(count // result.itemsize, dtype=result.dtype, device="cpu")
-            self._last.out, result = fresh.data_ptr(), fresh.as_strided(result.shape, result.stride())
-        for step in self._steps:
-            step()
-        return result
-
-
-def _several(results: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return (results,) if isinstance(results, Tensor) else results
+def loop(calls: Tensor) -> Callable[[], object]:
+    """Return a function that runs the calls [count, 3] int64 of `ProgramArguments`. It does not keep the tensor."""
+    return functools.partial(compiled().run_here, ProgramArguments(len(calls), calls.data_ptr(), team_address()))
 
 
 @functools.cache

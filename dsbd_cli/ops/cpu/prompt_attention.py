@@ -18,17 +18,9 @@ import functools
 import torch
 from torch import Tensor
 
+from dsbd_cli.ops import run
 from dsbd_cli.ops.cpu.linear import COLUMNS
-from dsbd_cli.ops.cpu.runtime import (
-    EAGER,
-    FLOATS,
-    CpuKernel,
-    Eager,
-    fields,
-    kernels,
-    layout,
-    offsets,
-)
+from dsbd_cli.ops.cpu.runtime import FLOATS, CpuKernel, fields, kernels, layout, offsets
 
 SLOTS = 2 * COLUMNS  # of a chunk
 QUERIES = 64  # that a thread works on at most: they share the packed keys and values
@@ -64,14 +56,7 @@ def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    counts: Tensor,
-    scale: float,
-    *,
-    rows: Tensor | None = None,
-    run: Eager = EAGER,
+    query: Tensor, key: Tensor, value: Tensor, counts: Tensor, scale: float, *, rows: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attend with query [R, H * G, n, E] to the first slots of key and value [R', H, S, E].
 

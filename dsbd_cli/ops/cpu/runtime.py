@@ -1,4 +1,4 @@
-"""Kernels compiled by numba, as the rest of the package sees them: loading, arguments, threads and memory.
+"""Kernels compiled by numba, as the rest of the package sees them: loading, arguments and threads.
 
 numba is imported when the first kernel is loaded, not before.
 """
@@ -6,13 +6,11 @@ numba is imported when the first kernel is loaded, not before.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import ctypes
 import functools
 import importlib
 import importlib.util
 import logging
-import mmap
 import os
 import platform
 import stat
@@ -22,17 +20,14 @@ import threading
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dsbd_cli.ops.cpu.ahead import HUGE, cut_touched, map_zeros
 from dsbd_cli.ops.processor import ON_ARM, Processor, current
 
 SMALL = 2**18  # a call of fewer multiplications runs on one thread: waking another would take longer
-CACHE_LINE = 64  # bytes
-MOST_SHARED, SHARED = 4 * HUGE, 16 * HUGE  # bytes, see `allocate_weights`
 # system call arch_prctl of Linux on x86, its request for the permission to use registers, and the number of the tile
 # registers (kernel documentation, x86/xstate)
 ARCH_PRCTL, REQUEST_REGISTERS, TILE_REGISTERS = 158, 0x1023, 18
@@ -43,7 +38,6 @@ FLOATS = (torch.float32, torch.bfloat16)  # that our kernels compute with
 PRODUCT = ("taken", "threads", "items", "rows", "chunk", "blocks", "share", "sums", "sums_bytes")
 
 _logger = logging.getLogger(__name__)
-Results = TypeVar("Results", bound=Tensor | tuple[Tensor, ...])
 
 
 def fields(*names: str) -> tuple[tuple[str, type[ctypes.c_int64]], ...]:
@@ -103,35 +97,6 @@ class CpuKernel:
         self._call(ctypes.addressof(arguments))
 
 
-class Eager:
-    """A `run` that executes each kernel when an operation calls it, and gives each operation fresh memory.
-
-    `program.Program` has the same methods, but records the calls, to be run again and again.
-    """
-
-    def begin(self, layer: int) -> None:
-        """Begin layer number `layer`. From now on the memory of the layer before the last may be reused."""
-
-    def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Return memory for a result of this shape."""
-        return torch.empty(shape, dtype=dtype, device="cpu")
-
-    def launch(self, kernel: CpuKernel, arguments: ctypes.Structure, work: int, items: int, *kept: Tensor) -> None:
-        """Run a kernel. work, items: as in `CpuKernel.__call__`. kept: tensors to which only `arguments` points."""
-        kernel(arguments, work, items)
-
-    def compute(self, function: Callable[[], Results]) -> Results:
-        """Call a function of torch operations and return its result, a tensor or a tuple of tensors."""
-        return function()
-
-    def copy(self, value: Tensor) -> Tensor:
-        """Return a copy that no later layer writes to."""
-        return value.clone()
-
-
-EAGER = Eager()
-
-
 def kernels(module: str, *names: str) -> list[CpuKernel]:
     """Return kernels of a module of `kernels`, which compiles them at its first import (kernels/compiler.py)."""
     found = importlib.import_module(f"{__package__}.kernels.{module}")
@@ -143,15 +108,6 @@ def folder_stamp() -> int:
     """Return a checksum of the files of the kernels, which is the same for all line endings."""
     files = sorted(KERNELS.glob("*.py"))
     return zlib.crc32("".join(f"{file.name}\n{file.read_text(encoding='utf-8')}" for file in files).encode())
-
-
-def cache_folder() -> Path:
-    """Return the folder in which results are kept for later runs. Raises FileNotFoundError for a user without a home,
-    as in many containers."""
-    cache = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
-    if cache.startswith("~"):
-        raise FileNotFoundError("there is no home folder: set HOME or XDG_CACHE_HOME")
-    return Path(cache) / "dsbd"
 
 
 def compiled_folder() -> Path:
@@ -254,51 +210,6 @@ def may_use_matrix_units() -> bool:
     if current() != Processor.AMX or platform.system() != "Linux":
         return False
     return int(ctypes.CDLL(None).syscall(ARCH_PRCTL, REQUEST_REGISTERS, TILE_REGISTERS)) == 0
-
-
-def allocate_zeros(size: int) -> Tensor:
-    """Return [size] uint8 of zeros, in pages of 2 MiB where the system has them. A page takes space once it has been
-    written to.
-
-    Reading much memory in small pages takes longer, because the processor has to look up each of them.
-    """
-    with torch.inference_mode(False):  # a part of it may be written to outside of that mode
-        if size >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):
-                found = torch.frombuffer(map_zeros(size + 2 * HUGE), dtype=torch.uint8)
-                return found.narrow(0, -found.data_ptr() % HUGE, size)
-        return torch.zeros(size, dtype=torch.uint8, device="cpu")
-
-
-class _Rest:
-    """The rest of the block of memory that `allocate_weights` cuts from."""
-
-    def __init__(self) -> None:
-        self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self.lock = threading.Lock()
-
-
-_rest = _Rest()
-
-
-def allocate_weights(size: int) -> Tensor:
-    """Return [size] uint8 for packed weights, in pages as `allocate_zeros` returns them.
-
-    They are cut from memory that has been touched before, while there is some. Behind it up to MOST_SHARED bytes are
-    cut from a block of SHARED bytes. A block is freed when none of its parts is used any more.
-    """
-    taken = -(-size // CACHE_LINE) * CACHE_LINE
-    if size and (part := cut_touched(taken)) is not None:
-        memory, place = part
-        with torch.inference_mode(False):
-            return torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=place)
-    if size > MOST_SHARED:
-        return allocate_zeros(size)
-    with _rest.lock:
-        if taken > len(_rest.memory):
-            _rest.memory = allocate_zeros(SHARED)
-        found, _rest.memory = _rest.memory[:size], _rest.memory[taken:]
-        return found
 
 
 def unloadable(load: Callable[[], object], instead: str) -> str | None:

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsbd_cli.ops import reference
+from dsbd_cli.ops.reference import Norm
 from dsbd_cli.ops.triton import Arguments, KernelCheck, tried_dtypes
 
 WIDEST = 16384  # numbers of a row, which one program normalises
@@ -53,9 +54,15 @@ def norm_kernel(
     tl.store(out + row + at, result, mask=inside)
 
 
-@torch.library.custom_op("dsbd::norm", mutates_args=())
-def norm(x: Tensor, more: Tensor | None, weight: Tensor, eps: float, unit_offset: bool) -> tuple[Tensor, Tensor]:
+def norm(rms: Norm, x: Tensor, more: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Compute reference.norm by a kernel."""
+    made: tuple[Tensor, Tensor] = norm_op(x, more, rms.weight, rms.eps, rms.unit_offset)
+    return made
+
+
+@torch.library.custom_op("dsbd::norm", mutates_args=())
+def norm_op(x: Tensor, more: Tensor | None, weight: Tensor, eps: float, unit_offset: bool) -> tuple[Tensor, Tensor]:
+    """Compute `norm` with the parts of a norm."""
     width = x.shape[-1]
     x = x.contiguous()
     more = None if more is None else more.contiguous()
@@ -73,7 +80,7 @@ def norm(x: Tensor, more: Tensor | None, weight: Tensor, eps: float, unit_offset
     return out, summed
 
 
-@norm.register_fake
+@norm_op.register_fake
 def _(x: Tensor, more: Tensor | None, weight: Tensor, eps: float, unit_offset: bool) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), x.new_empty(0) if more is None else torch.empty_like(x)
 
@@ -171,8 +178,15 @@ def rotate_kernel(
         tl.store(place + HALF, second, mask=inside)
 
 
+def rotate(*tensors: Tensor, norms: tuple[Norm, Norm] | None = None) -> Tensor:
+    """Compute reference.rotate by a kernel."""
+    parts = () if norms is None else (*(one.weight for one in norms), norms[0].eps, norms[0].unit_offset)
+    made: Tensor = rotate_op(*tensors, *parts)
+    return made
+
+
 @torch.library.custom_op("dsbd::rotate", mutates_args=("keys", "values"))
-def rotate(
+def rotate_op(
     qkv: Tensor,
     cos: Tensor,
     sin: Tensor,
@@ -184,7 +198,7 @@ def rotate(
     eps: float = 0.0,
     unit_offset: bool = False,
 ) -> Tensor:
-    """Compute reference.rotate by a kernel."""
+    """Compute `rotate` with the parts of its norms."""
     rows, nodes, width = qkv.shape
     kv_heads, dim = keys.shape[-2:]
     heads = width // dim - 2 * kv_heads
@@ -206,7 +220,7 @@ def rotate(
     return out
 
 
-@rotate.register_fake
+@rotate_op.register_fake
 def _(
     qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, keys: Tensor, values: Tensor, *more: object, **named: object
 ) -> Tensor:
@@ -226,7 +240,7 @@ def _norm_cases(generator: torch.Generator, device: torch.device) -> Iterator[Ar
         for rows, width, adds, unit_offset in ((3, 64, True, False), (1, 96, False, False), (5, 640, True, True)):
             x = _real(generator, device, dtype, rows, width) * 3
             more = _real(generator, device, dtype, rows, width) if adds else None
-            yield x, more, _real(generator, device, dtype, width), 1e-5, unit_offset
+            yield Norm(_real(generator, device, dtype, width), 1e-5, unit_offset), x, more
 
 
 def _gated_cases(generator: torch.Generator, device: torch.device) -> Iterator[Arguments]:
@@ -245,8 +259,8 @@ def _rotate_cases(generator: torch.Generator, device: torch.device) -> Iterator[
             slots = torch.randperm(rows * 11, generator=generator)[: rows * nodes].to(device)
             planes = [_real(generator, device, dtype, rows, 11, kv_heads, dim) for _ in range(2)]
             yield qkv, cos, sin, slots, *planes
-            norms = [_real(generator, device, dtype, dim) for _ in range(2)]
-            yield qkv, cos, sin, slots, *planes, *norms, 1e-5, rows == 2
+            norms = [Norm(_real(generator, device, dtype, dim), 1e-5, rows == 2) for _ in range(2)]
+            yield qkv, cos, sin, slots, *planes, (norms[0], norms[1])
 
 
 def _rotated(
@@ -257,10 +271,10 @@ def _rotated(
     slots: Tensor,
     keys: Tensor,
     values: Tensor,
-    *norms: object,
+    norms: tuple[Norm, Norm] | None = None,
 ) -> tuple[Tensor, ...]:
     keys, values = keys.clone(), values.clone()
-    return how(qkv, cos, sin, slots, keys, values, *norms), keys, values
+    return how(qkv, cos, sin, slots, keys, values, norms=norms), keys, values
 
 
 KERNELS = (

@@ -29,8 +29,8 @@ from typing import IO
 
 import torch
 
-from dsbd_cli.ops.cpu.runtime import cache_folder
 from dsbd_cli.ops.triton import KernelCheck, available, differences
+from dsbd_cli.user_cache import cache_folder, write_whole
 
 # Each module has a tuple KERNELS. The last one is in a higher package, where the references of an iteration's kernels
 # are, so it is imported by name alone.
@@ -214,14 +214,8 @@ def _version(package: str) -> str:
 
 def _write_results(file: Path, found: dict[str, str]) -> None:
     """Write the results for the next run. Where nothing can be written, that run tries the kernels again."""
-    temporary = file.with_name(f"{file.name}.{os.getpid()}")
     with contextlib.suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            temporary.write_text(json.dumps(found), encoding="utf-8")
-            temporary.replace(file)
-        finally:  # nothing is left where the disk is full
-            temporary.unlink(missing_ok=True)
+        write_whole(file, json.dumps(found).encode())
 
 
 def _main(arguments: Sequence[str]) -> None:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from dsbd_cli.config import grammar_trial, grammars
-from dsbd_cli.config.grammar_trial import trial_fault
+from dsbd_cli.config import child as child_module
+from dsbd_cli.config import grammars
+from dsbd_cli.config.child import trial_fault
 from dsbd_cli.config.grammars import Grammar
 from dsbd_cli.errors import UsageError
 
@@ -27,9 +28,9 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def nothing_known() -> Iterator[None]:
-    grammar_trial._known.clear()
+    child_module._known.clear()
     yield
-    grammar_trial._known.clear()
+    child_module._known.clear()
 
 
 def test_a_schema_that_explodes_is_an_error(nothing_known: None) -> None:
@@ -73,7 +74,7 @@ def test_one_that_may_cost_much_is_tried(place: int, monkeypatch: pytest.MonkeyP
 def child(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str) -> None:
     path = tmp_path / "child.py"
     path.write_text(f"import os, signal, sys, time\n{program}\n")
-    monkeypatch.setattr(grammar_trial, "__file__", str(path))
+    monkeypatch.setattr(child_module, "__file__", str(path))
 
 
 ENDINGS = [
@@ -121,7 +122,7 @@ def test_a_signal_is_heard_while_a_child_runs(
 
 
 def test_the_child_imports_nothing_of_this_package() -> None:
-    source = Path(grammar_trial.__file__).read_text()
+    source = Path(child_module.__file__).read_text()
     assert "import dsbd_cli" not in source
     assert "from dsbd_cli" not in source
-    assert os.path.basename(grammar_trial.__file__) == "grammar_trial.py"
+    assert os.path.basename(child_module.__file__) == "child.py"

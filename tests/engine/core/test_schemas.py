@@ -13,7 +13,7 @@ import pytest
 from llguidance import LLMatcher
 
 from dsbd_cli.config import schemas
-from dsbd_cli.config.grammar_trial import byte_tokenizer
+from dsbd_cli.config.child import byte_tokenizer
 from dsbd_cli.config.grammars import Grammar
 from dsbd_cli.config.schemas import MOST_LEVELS, close_objects, extent
 from dsbd_cli.errors import UsageError

@@ -22,7 +22,7 @@ from dsbd_cli.lab.bench.statistics import (
 from dsbd_cli.lab.bench.sweep import SweepSetting, plan
 from dsbd_cli.lab.bench.tally import Tally, paired_of, ratios_of
 from dsbd_cli.lab.metrics.energy import EnergyMeter, EnergyWindow
-from dsbd_cli.lab.reports.bench_cells import work_columns
+from dsbd_cli.lab.reports.bench_table import columns_of
 from dsbd_cli.stats import DrafterStats, LayerStats, RequestStats, StepStats
 
 
@@ -173,7 +173,7 @@ def test_counters_of_requests_are_summed_by_depth() -> None:
     assert row.passed_by_depth == (0.5, 0.0)
     assert row.accepted_by_depth == (7 / 16, 1 / 8)
     assert row.accepted_by_drafter == {"beam": 0.25, "ngram": 0.25}
-    assert any(column.cell(row) == "25 (beam 25, ngram 25)" for column in work_columns())
+    assert any(column.cell(row) == "25 (beam 25, ngram 25)" for column in columns_of([row]))
     assert (row.steps_per_call, row.acceptance_rate, row.mean_width) == (1.5, 0.25, 4.0)
     assert (row.target_calls, row.draft_calls, row.kv_peak_bytes) == (2.0, 4.0, 1000)
     assert row.logprob_per_token == -0.2

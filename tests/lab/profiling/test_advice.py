@@ -1,4 +1,4 @@
-"""What a profile makes of its numbers: recommendations, notes, floors and memory, on numbers done by hand."""
+"""What a profile makes of its numbers: recommendations, notes, and floors, on numbers done by hand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from dsbd_cli import MethodConfig
 from dsbd_cli.engine.planning.timing import FittedLine
 from dsbd_cli.lab.profiling import advice
 from dsbd_cli.lab.profiling.advice import choose
-from dsbd_cli.lab.profiling.probe import SlotPeak, owners
 from dsbd_cli.lab.profiling.profile import neighbours
 from dsbd_cli.lab.reports.profile_data import (
     NO_DRAFT,
@@ -84,27 +83,12 @@ def test_the_fastest_is_chosen_and_of_varying_widths_the_widest_near_it() -> Non
     assert choose([*dynamic, (NO_DRAFT, 9.0)], 4) == ForestSize(1, 8, 2)
 
 
-def test_memory_adds_up_to_the_peak() -> None:
-    slots = SlotPeak(common_prefix=100, suffix=10, in_flight=36, path=115)
-    found = {one.name: one.bytes for one in owners([("target", 5000), ("draft", 700)], slots, 10, 2000, 4, 9000, 800)}
-    assert (found["KV common prefix"], found["KV suffix"]) == (1000, 100)
-    assert found["KV in flight"] == 360
-    assert found["KV reserved, free"] == 2000 - 1460
-    assert found["workspace"] == 9000 - 5000 - 700 - 2000 - 800
-    assert found["one cache per beam"] == 4 * 115 * 10
-    parts = [size for name, size in found.items() if name not in ("peak", "one cache per beam")]
-    assert sum(size or 0 for size in parts) == found["peak"]
-    unknown = {one.name: one.bytes for one in owners([("target", None)], slots, 10, 2000, 4, 9000, 800)}
-    assert unknown["weights, target"] is None
-    assert unknown["workspace"] is None
-
-
 FAST = TargetForward(1.0, 4.0, 40.0, 0.1, 0.12, "arithmetic")
 
 
 def measured(setting: ForestSize, speed: float, low: float = 1.0, high: float = 1.0) -> MeasuredSetting:
     forward = TargetForward(1.0, 4.0, 40.0, 0.1)
-    return MeasuredSetting(setting, Spread(1.0, low, high, 3), 100, spread_of([speed]), 2.0, 50, 4.0, (), forward)
+    return MeasuredSetting(setting, Spread(1.0, low, high, 3), 100, spread_of([speed]), 2.0, 50, 4.0, (), forward, None)
 
 
 def test_notes_say_when_speculation_does_not_pay() -> None:

@@ -9,9 +9,6 @@ from functools import cache
 
 import pytest
 import torch
-from rich.console import Console
-from rich.measure import Measurement
-from rich.text import Text
 
 from dsbd_cli import Engine, MethodConfig, Request, SamplingConfig
 from dsbd_cli.engine.protocols import ForestInput
@@ -21,7 +18,8 @@ from dsbd_cli.lab.profiling.budget import Budget, CutOffError
 from dsbd_cli.lab.profiling.profile import _one_forward, take_profile
 from dsbd_cli.lab.profiling.runs import ProfiledPair
 from dsbd_cli.lab.reports.profile_data import ForestSize, Profile
-from dsbd_cli.lab.reports.profile_tables import profile_tables
+from dsbd_cli.lab.reports.profile_table import print_profile
+from dsbd_cli.lab.reports.screen import Screen
 from dsbd_cli.requests import EngineInfo
 from tests.helpers.toys import NumberCodec, table_pair
 from tests.lab.profiling.conftest import HandClock, SlowLM
@@ -45,7 +43,7 @@ def profiled(per_node: float, seconds: float, method: MethodConfig = METHOD) -> 
     def render(setting: ForestSize) -> str:
         return setting.label
 
-    found = take_profile(bench, method, 3, "dsbd profile", None, render)
+    found = take_profile(bench, method, 3, "dsbd profile", render)
     assert found is not None
     return found, clock, told
 
@@ -83,7 +81,6 @@ def test_slow_models_keep_to_the_time_and_say_what_is_missing(per_node: float, m
     found, clock, told = profiled(per_node, 60, method)
     assert clock.now <= 66, "what a run takes is an estimate"
     assert found.now.tokens > 0
-    assert found.memory
     assert found.left_out or not method.depth
     assert not found.left_out or any("left out, because --seconds is 60: " in note for note in found.notes)
     assert told[:3] == ["timing one forward", "warming up", *told[2:3]]
@@ -92,24 +89,25 @@ def test_slow_models_keep_to_the_time_and_say_what_is_missing(per_node: float, m
 
 
 def test_a_profile_of_a_single_run_can_be_shown() -> None:
-    found = replace(profiled(0.1, 12)[0], tried=())
-    screen = Console(file=io.StringIO(), width=80)
-    for part in profile_tables(found):
-        screen.print(part)
+    print_profile(replace(profiled(0.1, 12)[0], tried=()), Screen(io.StringIO()))
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_tables_fit_the_terminal(width: int) -> None:
+def test_the_table_fits_the_terminal(width: int) -> None:
     """Guards cells that are cut and numbers that are wrapped."""
     wide = MethodConfig(rule="rejection", num_beams=4, drafts_per_layer=8, depth=6, width="threshold:min=2")
     found, _, _ = profiled(1e-6, 60, wide)
-    screen = Console(file=io.StringIO(), width=width)
-    for part in profile_tables(found):
-        if not isinstance(part, Text):
-            assert Measurement.get(screen, screen.options.update(width=999), part).minimum <= width
-            screen.print(part)
-    assert "…" not in screen.file.getvalue()  # type: ignore[attr-defined]
-    assert found.now.setting.label in screen.file.getvalue()  # type: ignore[attr-defined]
+    stream = io.StringIO()
+    screen = Screen(stream)
+    screen.width = width
+    print_profile(found, screen)
+    text = stream.getvalue()
+    assert max(map(len, text.splitlines())) <= width
+    assert "…" not in text
+    (line,) = [line for line in text.splitlines() if line.startswith((">D", ">*D"))]
+    assert found.now.setting.label in line
+    cells = "speed", "range", "steps", "width", "draft", "target", "verify", "other", "floor", "peak"
+    assert len(line.partition("W_min=2")[2].split()) == len(cells), "on one line"
 
 
 def test_more_time_measures_more() -> None:

@@ -106,7 +106,7 @@ def test_everything_is_logged_once() -> None:
     assert len(log._spans["detokenise"]) <= len(run.results)
     assert len(log._spans["prefill"]) == 2 * 2  # of both models: a batch of two, then one that joins
     assert log.nodes <= log.rows * (2 + 2 * 4)
-    assert log.most_slots >= 2 * run.results[0].stats.kv_peak_slots
+    assert run.peak_memory_bytes is None or run.peak_memory_bytes > 1 << 20
 
 
 def test_no_clock_runs_within_a_captured_iteration() -> None:

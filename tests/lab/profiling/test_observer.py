@@ -128,18 +128,13 @@ def test_the_acceptance_of_a_profile_is_what_the_walks_looked_at() -> None:
         assert 0 < below.reached <= above.passed < above.reached
 
 
-def test_slots_at_the_peak_are_the_engines_own() -> None:
+def test_nodes_and_slots_are_the_engines_own() -> None:
     for method in (METHODS[0], METHODS[2], MethodConfig(num_beams=3, depth=0)):
         engine = engine_of(method)
         log = RunLog([engine.target.device])
         engine.observe(log)
         (result,) = run(engine, 1)
         steps = result.stats.step_log
-        assert log.peak.total == max(one.kv_slots for one in steps) == result.stats.kv_peak_slots
-        peak = max(steps, key=lambda one: one.kv_slots)
-        assert (log.peak.common_prefix, log.peak.in_flight) == (peak.trunk, peak.nodes)
-        assert log.peak.path <= 2 + 16
         assert (log.iterations, log.rows) == (len(steps), len(steps))
         assert log.nodes == sum(one.nodes for one in steps)
         assert log.slots == sum(one.kv_slots for one in steps)
-        assert log.most_slots >= log.peak.total

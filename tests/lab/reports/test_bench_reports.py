@@ -1,4 +1,4 @@
-"""Tables that fit, JSON lines, a markdown page, and a picture in which nothing is cut."""
+"""One table that fits, JSON lines, and a picture in which nothing is cut."""
 
 from __future__ import annotations
 
@@ -22,13 +22,19 @@ from dsbd_cli.errors import UsageError
 from dsbd_cli.io.records.record_parts import sampling_fields
 from dsbd_cli.lab.bench.methods import METHODS
 from dsbd_cli.lab.bench.sweep import SweepSetting
-from dsbd_cli.lab.reports.bench_data import BenchReport, BenchRow, ChosenThreshold, Energy, Interval, pareto_front
+from dsbd_cli.lab.reports.bench_data import BenchReport, BenchRow, Energy, Interval, pareto_front
 from dsbd_cli.lab.reports.bench_json import json_lines
-from dsbd_cli.lab.reports.bench_markdown import markdown_page
-from dsbd_cli.lab.reports.bench_plot import FAMILIES, bench_figure
-from dsbd_cli.lab.reports.bench_terminal import print_report
+from dsbd_cli.lab.reports.bench_plot import (
+    FAMILIES,
+    INK,
+    MUTED,
+    bench_figure,
+    picture_bytes,
+    require_plots,
+    spread_labels,
+)
+from dsbd_cli.lab.reports.bench_table import print_report
 from dsbd_cli.lab.reports.screen import Screen
-from dsbd_cli.lab.reports.style import picture_bytes, require_plots, spread_labels
 
 
 def row(task: str, method: str, place: int, setting: str = "") -> BenchRow:
@@ -73,7 +79,7 @@ ENVIRONMENT = {
 }
 RUN = {
     **{"target": "builtin:target", "draft": "builtin:draft", "dtype": "float32", "torch_device": "cpu"},
-    **{"batch_size": 8, "window_records": 8, "rounds": 2, "dev_records": 0, "seed": 0, "grammar": None},
+    **{"batch_size": 8, "window_records": 8, "rounds": 2, "seed": 0, "grammar": None},
     **{"data": "built in", "notes": [], **sampling_fields(SamplingConfig())},
 }
 
@@ -83,50 +89,6 @@ def report(tasks: tuple[str, ...] = ("qa",), settings: tuple[str, ...] = ("",)) 
         row(task, name, place, setting) for task in tasks for place, name in enumerate(METHODS) for setting in settings
     ]
     return BenchReport(rows, ENVIRONMENT, RUN, ["a note"], complete=True)
-
-
-def tuned(tasks: tuple[str, ...] = ("sql", "qa")) -> BenchReport:
-    """Two curves of three thresholds a task, chosen on dev records; of the second none."""
-    plain = report(tasks)
-    labels = [f"W=4 K=12 D={depth} T={value}" for depth in (2, 4) for value in (0.05, 0.1, 0.4)]
-    curve = [row(task, "dsbd-fuzzy", place, label) for task in tasks for place, label in enumerate(labels)]
-    dev = [dataclasses.replace(one, records=48, steps_per_call=3.25) for one in curve]
-    dev += [dataclasses.replace(row(task, "dsbd-rejection", 2), records=48) for task in tasks]
-    names = [f"dsbd-fuzzy {label}" for label in labels]
-    choices = [
-        ChosenThreshold(task, tuple(some), "dsbd-rejection", 0.02, chosen)
-        for task in tasks
-        for some, chosen in ((names[:3], names[1]), (names[3:], None))
-    ]
-    return dataclasses.replace(plain, rows=[*plain.rows, *curve], dev_rows=dev, choices=choices)
-
-
-def test_dev_and_test_stand_side_by_side() -> None:
-    stream = io.StringIO()
-    print_report(tuned(), stream)
-    text = stream.getvalue()
-    assert max(len(line) for line in text.splitlines()) <= 120
-    assert "sql, 48 dev records and 200 test records: fuzzy threshold" in text
-    said = " ".join(text.split())
-    assert "sql: dsbd-fuzzy W=4 K=12 D=2 T=0.1 is chosen: 51.7 % on dev, 51.7 % on test. Rule: most steps" in said
-    assert "One dev record is 2.1 points." in said
-    assert "sql: none is chosen: every threshold loses more than 2 points on dev records" in said
-    table = markdown_page(tuned()).split("### sql, 48 dev records and 200 test records: fuzzy threshold")[1]
-    rows = [line for line in table.splitlines() if line.startswith("|")][2:6]
-    assert [line.split("|")[3].strip() for line in rows] == ["", "", "yes", ""], "the reference first"
-    # dev, then test
-    assert [cell.strip() for cell in rows[1].split("|")[6:8]] == ["3.25", "2.50"]
-
-
-@pytest.mark.parametrize("measured", [(), ("dsbd-rejection",), ("dsbd-rejection", "dsbd-fuzzy W=4 K=12 D=2 T=0.1")])
-def test_a_run_that_was_stopped_on_the_way_is_told_all_the_same(measured: tuple[str, ...]) -> None:
-    whole = tuned(("sql",))
-    rows = [one for one in whole.rows if one.method == "greedy" or one.name in measured]
-    stopped = dataclasses.replace(whole, rows=rows, complete=False)
-    stream = io.StringIO()
-    print_report(stopped, stream)
-    assert ("is chosen" in stream.getvalue()) == ("is chosen" in markdown_page(stopped)) == bool(measured)
-    assert_whole(bench_figure(stopped))
 
 
 class Gone(io.StringIO):
@@ -144,29 +106,6 @@ def test_a_reader_who_has_gone_ends_the_command_and_not_the_interpreter() -> Non
         print_report(report(), Gone())
 
 
-def test_json_lines_say_which_split_they_are_of() -> None:
-    lines = [json.loads(line) for line in json_lines(tuned(("sql",))).splitlines()]
-    of_split = {split: [line for line in lines if line["split"] == split] for split in ("test", "dev")}
-    assert len(of_split["test"]) == len(METHODS) + 6
-    assert len(of_split["dev"]) == 7
-    chosen = [line["setting"] for line in lines if line["choice"] and line["choice"]["is_chosen"]]
-    assert chosen == ["W=4 K=12 D=2 T=0.1"] * 2
-    assert all("dsbd-rejection" in line["choice"]["rule"] for line in lines if "T=" in line["setting"])
-
-
-@pytest.mark.parametrize("settings", [("",), ("W=4 K=8 D=4 t=0.7", "W=4 K=12 D=4 t=0.95")])
-def test_no_line_is_wider_than_the_screen_and_no_cell_is_cut(settings: tuple[str, ...]) -> None:
-    stream = io.StringIO()
-    print_report(report(("sql", "qa", "mt-bench"), settings), stream)
-    text = stream.getvalue()
-    assert max(len(line) for line in text.splitlines()) <= 120
-    assert "…" not in text
-    cells = ["dsbd-with-replacement-threshold", "1.25x (1.20–1.31)", "80 50 30 10", "0.125", *settings]
-    assert all(text.count(cell) >= 3 for cell in cells)
-    assert text.count("66.0 (60–70)") == len(METHODS) * len(settings)
-    assert "note: a note" in text
-
-
 class Terminal(io.StringIO):
     """A stream that takes itself for a terminal; rich asks COLUMNS for its width."""
 
@@ -174,16 +113,41 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize("columns", [80, 120])
-def test_tables_fit_a_narrow_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+SWEPT = ("W=4 K=8 D=4 t=0.7", "W=4 K=12 D=4 t=0.95")
+
+
+@pytest.mark.parametrize("settings", [("",), SWEPT])
+@pytest.mark.parametrize(("columns", "last"), [(80, "tokens/s"), (120, "speed by"), (400, "0.125")])
+def test_one_table_a_task_has_as_many_columns_as_fit(
+    columns: int, last: str, settings: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No cell is cut, and what is left out is named."""
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setenv("TERM", "xterm")
     stream = Terminal()
-    print_report(report(("sql", "qa"), ("W=4 K=8 D=4 t=0.7", "W=4 K=12 D=4 t=0.95")), stream)
-    lines = Text.from_ansi(stream.getvalue()).plain.splitlines()
-    assert max(len(line.rstrip()) for line in lines) <= columns
-    assert not any("…" in line for line in lines)
-    assert sum("1.25x (1.20–1.31)" in line for line in lines) == 2 * 2 * len(METHODS)
+    print_report(report(("sql", "qa", "mt-bench"), settings), stream)
+    lines = [line.rstrip() for line in Text.from_ansi(stream.getvalue()).plain.splitlines()]
+    text = "\n".join(lines)
+    assert max(map(len, lines)) <= columns
+    assert "…" not in text
+    assert all(text.count(f"{task}, 200 records\n") == 1 for task in ("sql", "qa", "mt-bench"))
+    assert all(text.count(cell) == 3 * len(METHODS) for cell in settings if cell)
+    assert sum(line.startswith("greedy") for line in lines) == 3 * len(settings)
+    assert "66.0 (60–70)" in text or columns < 400
+    assert last in " ".join(text.split("Left out for width")[0].split())
+    assert ("Left out for width, and in --json: " in text) == (columns < 400)
+    assert "note: a note" in text
+
+
+def test_columns_without_a_measurement_are_left_out() -> None:
+    def said(one: BenchReport) -> str:
+        stream = Terminal()
+        print_report(one, stream)
+        return stream.getvalue()
+
+    assert "J/token" not in said(BenchReport([row("sql", "greedy", 0)], {}, {}))
+    assert "draft calls" not in said(report())
+    assert "J/token" in said(report())
 
 
 def test_a_table_that_cannot_fit_is_wider_than_the_screen_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +164,7 @@ def test_titles_and_ranges_say_what_there_is() -> None:
     stream = io.StringIO()
     print_report(BenchReport([one], {"threads": 1}, {}), stream)
     text = stream.getvalue()
-    assert "sql, 1 record: quality, speed, memory" in text
+    assert "sql, 1 record  " in text
     assert "1 thread;" in text
     assert "0.47x" in text
     assert "0.47x (" not in text
@@ -210,17 +174,6 @@ def test_one_is_not_plural() -> None:
     stream = io.StringIO()
     print_report(dataclasses.replace(report(), run={**RUN, "max_new_tokens": 1}), stream)
     assert "batches of 8, at most 1 new token\n" in stream.getvalue()
-
-
-def test_columns_without_a_measurement_are_left_out() -> None:
-    bare = BenchReport([row("sql", "greedy", 0)], {}, {})
-    stream = io.StringIO()
-    print_report(bare, stream)
-    assert "J/token" not in stream.getvalue()
-    assert "J/token" not in markdown_page(bare)
-    assert "log-prob/token" in markdown_page(bare)
-    assert "| draft calls" not in markdown_page(bare)
-    assert "J/token" in markdown_page(report())
 
 
 def test_every_json_line_is_complete_by_itself() -> None:
@@ -251,24 +204,11 @@ def test_settings_that_do_not_act_are_null() -> None:
     assert (both["ngram"], both["fusion_top_k"], both["width_threshold"]) == (12, 16, 0.7)
 
 
-def test_markdown_tables_are_whole() -> None:
-    page = markdown_page(report(("sql", "qa")))
-    tables = [line for line in page.splitlines() if line.startswith("|")]
-    blocks = page.split("\n\n")
-    assert sum(line.startswith("| method") for line in tables) == 4
-    for block in blocks:
-        lines = [line for line in block.splitlines() if line.startswith("|")]
-        assert len({len(line) for line in lines}) <= 1
-        assert len({line.count("|") for line in lines}) <= 1
-    assert "Stopped early" not in page
-    assert "`dsbd bench --num-beams 4`" in page
-
-
 def test_a_run_that_was_stopped_says_so_everywhere() -> None:
     stopped, stream = dataclasses.replace(report(("sql",)), complete=False), io.StringIO()
     print_report(stopped, stream)
     caption = bench_figure(stopped)._supxlabel  # type: ignore[attr-defined]
-    for text in (stream.getvalue(), markdown_page(stopped), caption.get_text()):
+    for text in (stream.getvalue(), caption.get_text()):
         assert "Stopped early: this is what was measured until then." in text
     whole = io.StringIO()
     print_report(report(("sql",)), whole)
@@ -285,15 +225,6 @@ def test_the_front_is_what_nothing_beats_in_both() -> None:
 @pytest.mark.parametrize("tasks", [("qa",), ("sql", "mt-bench")])
 def test_nothing_of_the_picture_is_cut(tasks: tuple[str, ...], settings: tuple[str, ...]) -> None:
     assert_whole(bench_figure(report(tasks, settings)))
-
-
-def test_nothing_of_the_curves_is_cut() -> None:
-    figure = bench_figure(tuned())
-    assert_whole(figure)
-    assert [axes.get_title("left") for axes in figure.axes if "thresholds" in axes.get_title("left")] == [
-        "sql: thresholds of rule fuzzy",
-        "qa: thresholds of rule fuzzy",
-    ]
 
 
 def panel(figure: Figure, title: str) -> Axes:
@@ -328,7 +259,7 @@ def test_every_method_has_a_point_with_both_intervals_and_its_name() -> None:
     assert all(axes.get_legend() is None for axes in bench_figure(found).axes)
 
 
-def test_the_title_is_the_file_the_models_and_the_machine_and_nothing_drafted_leaves_one_panel() -> None:
+def test_the_title_is_the_file_the_models_and_the_machine() -> None:
     run = {**RUN, "data": "/data/questions.jsonl", "target": "./models/big", "draft": None}
     rows = [row("jsonl", "greedy", 0), row("jsonl", "hf-beam-search", 1)]
     figure = bench_figure(BenchReport(rows, ENVIRONMENT, run))
@@ -340,22 +271,22 @@ def test_the_title_is_the_file_the_models_and_the_machine_and_nothing_drafted_le
     assert [axes.get_title("left") for axes in both.axes if axes.get_visible()] == [
         "jsonl, 200 records: quality against speed",
         "sql, 200 records: quality against speed",
-        "sql: layers passed, by depth",
     ]
 
 
 def test_families_have_one_colour_and_no_two_labels_overlap() -> None:
     figure = bench_figure(report(("sql",)))
-    depth = panel(figure, "by depth")
-    hues = {str(line.get_label()): line.get_color() for line in depth.get_lines()}
+    axes = panel(figure, "speed")
+    hues = {
+        str(line.get_label()): line.get_color() for line in axes.get_lines() if line.get_color() not in (INK, MUTED)
+    }
     families = {family: {hue for name, hue in hues.items() if name.startswith(family)} for family in FAMILIES}
     assert all(len(found) == 1 for found in families.values())
     assert len({hue for found in families.values() for hue in found}) == len(set(FAMILIES.values()))
     figure.draw_without_rendering()
-    for axes in (depth, panel(figure, "speed")):
-        boxes = [PlotText.get_window_extent(one) for one in axes.texts if one.get_text()]
-        assert len(boxes) > 8
-        assert not any(a.overlaps(b) for place, a in enumerate(boxes) for b in boxes[:place])
+    boxes = [PlotText.get_window_extent(one) for one in axes.texts if one.get_text()]
+    assert len(boxes) > 8
+    assert not any(a.overlaps(b) for place, a in enumerate(boxes) for b in boxes[:place])
 
 
 def test_a_large_sweep_shows_the_best_settings_of_each_method() -> None:
@@ -374,22 +305,6 @@ def test_labels_stand_apart_in_their_order() -> None:
     assert spread_labels([], 5, 0, 100) == []
 
 
-def test_the_curve_has_the_colour_of_its_method_and_steps_per_call_to_the_right() -> None:
-    whole = tuned(("sql",))
-    rows = [one for one in whole.rows if one.method in ("greedy", "dsbd-rejection") or one.setting]
-    level = {"exact match": Interval(0.5, 0.4, 0.7)}
-    dev = [dataclasses.replace(one, scores=level) for one in whole.dev_rows]
-    figure = bench_figure(dataclasses.replace(whole, rows=rows, dev_rows=dev, choices=whole.choices[:1]))
-    curve = panel(figure, "thresholds")
-    assert curve.get_xlabel() == "beam-sampling steps per target call"
-    lines = {line.get_label(): line for line in curve.get_lines()}
-    assert list(lines["dsbd-fuzzy W=4 K=12 D=2"].get_xdata()) == [2.5] * 3
-    depth = {line.get_label(): line for line in panel(figure, "by depth").get_lines()}
-    assert lines["dsbd-fuzzy W=4 K=12 D=2"].get_color() == depth["dsbd-fuzzy W=4 K=12 D=2 T=0.05"].get_color()
-    assert {"filled: test", "open: dev", "chosen on dev"} < lines.keys()
-    assert [text.get_text() for text in curve.texts] == ["T=0.05", "0.1", "0.4", "T=0.05, 0.1, 0.4"]
-
-
 def test_settings_of_a_sweep_and_drafters_are_told_apart() -> None:
     names = "W=4 drafter=beam", "W=4 drafter=ngram"
     rows = [
@@ -399,38 +314,7 @@ def test_settings_of_a_sweep_and_drafters_are_told_apart() -> None:
     figure = bench_figure(BenchReport(rows, {}, {}))
     shown = {text.get_text() for text in panel(figure, "speed").texts}
     assert shown == {f"dsbd-coupled {name}" for name in names}
-    curves = panel(figure, "by depth").get_lines()
-    assert [line.get_label() for line in curves] == [f"dsbd-coupled {name}" for name in names]
     assert_whole(figure)
-
-
-@pytest.mark.parametrize("methods", [("dsbd-rejection",), tuple(METHODS)])
-def test_the_key_of_the_curve_stands_below_the_axis(methods: tuple[str, ...]) -> None:
-    """Guards a key that is drawn over the label of the axis where the panel is low."""
-    whole = tuned(("sql",))
-    rows = [one for one in whole.rows if one.method in methods or one.setting]
-    figure = bench_figure(dataclasses.replace(whole, rows=rows, choices=whole.choices[:1]))
-    figure.draw_without_rendering()
-    curve = panel(figure, "thresholds")
-    key = curve.get_legend()
-    assert key is not None
-    assert key.get_window_extent().y1 < curve.xaxis.label.get_window_extent().y0
-
-
-def test_a_method_that_drafted_nothing_has_no_acceptance() -> None:
-    """Guards a line at 0 %, which says that all drafts were refused. The tables have a dash there."""
-    idle = dataclasses.replace(row("sql", "dsbd-coupled-auto", 1), passed_by_depth=(0.0, 0.0))
-    figure = bench_figure(BenchReport([row("sql", "dsbd-coupled", 0), idle], {}, {}))
-    assert [line.get_label() for line in panel(figure, "by depth").get_lines()] == ["dsbd-coupled"]
-    alone = bench_figure(BenchReport([idle], {}, {}))
-    assert not any("by depth" in axes.get_title(loc="left") for axes in alone.axes)
-
-
-def test_markdown_leaves_out_rows_without_a_number() -> None:
-    """As the tables on the terminal do."""
-    theirs = dataclasses.replace(row("sql", "hf-beam-search", 1), steps_per_call=None)
-    page = markdown_page(BenchReport([row("sql", "greedy", 0), theirs], {}, {}))
-    assert sum(line.startswith("| hf-beam-search") for line in page.splitlines()) == 1
 
 
 def assert_whole(figure: Figure) -> None:

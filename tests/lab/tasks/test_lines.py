@@ -13,7 +13,6 @@ from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.errors import UsageError
 from dsbd_cli.io.records.reader import RowReader
 from dsbd_cli.lab.tasks.choose import TASK_NAMES, open_dataset
-from dsbd_cli.lab.tasks.dataset import with_dev
 from dsbd_cli.lab.tasks.lines import jsonl_dataset, mt_bench_dataset
 
 DATA = Path(__file__).parent / "data"
@@ -169,25 +168,11 @@ def test_a_choice_that_cannot_be_is_refused(name: str, path: Path | None, messag
         open_dataset(name, path)
 
 
-def test_data_without_a_dev_split_is_divided_and_says_so(tmp_path: Path) -> None:
-    path = tmp_path / "x.jsonl"
-    path.write_text("".join(f'{{"id": "{number}", "prompt": "p", "reference": "r"}}\n' for number in range(5)))
-    plain = open_dataset("jsonl", path)
-    assert plain.dev is None
-    divided = with_dev(plain)
-    assert divided.dev is not None
-    assert [record.id for record in divided.records()] == ["0", "2", "4"]
-    assert [record.id for record in divided.dev.records()] == ["1", "3"]
-    assert [record.id for record in divided.records()] == ["0", "2", "4"], "again"
-    assert "x.jsonl: the data has no dev split: the 2nd, 4th, .. records are dev" in divided.notes[-1]
-    assert with_dev(open_dataset("qa", None)).notes == ()
-
-
 def test_dev_records_from_a_file_of_their_own_are_left_apart(tmp_path: Path) -> None:
     paths = [tmp_path / name for name in ("dev.jsonl", "test.jsonl")]
     for path in paths:
         path.write_text(f'{{"id": "{path.stem}", "prompt": "p", "reference": "r"}}\n')
-    found = with_dev(open_dataset("jsonl", paths[1], paths[0]))
+    found = open_dataset("jsonl", paths[1], paths[0])
     assert found.dev is not None
     assert ([record.id for record in found.records()], [record.id for record in found.dev.records()]) == (
         ["test"],

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dsbd_cli.errors import UsageError
-from dsbd_cli.lab.tasks.dataset import with_dev, with_shots
+from dsbd_cli.lab.tasks.dataset import with_shots
 from dsbd_cli.lab.tasks.lines import jsonl_dataset
 from dsbd_cli.lab.tasks.sql import SQL
 
@@ -19,13 +19,11 @@ def test_solved_records_stand_before_the_question() -> None:
     plain, shown = SQL, with_shots(SQL, 2)
     own, record = next(plain.records()), next(shown.records())
     assert plain.dev is not None
-    assert shown.dev is not None
-    dev = list(itertools.islice(plain.dev.records(), 3))
-    assert record.prompt == "".join(f"{one.prompt} {one.reference.strip()}\n\n" for one in dev[:2]) + own.prompt
+    dev = list(itertools.islice(plain.dev.records(), 2))
+    assert record.prompt == "".join(f"{one.prompt} {one.reference.strip()}\n\n" for one in dev) + own.prompt
     turns = [(turn["role"], turn["content"]) for turn in record.meta["messages"]]  # type: ignore[attr-defined]
     assert turns[:2] == [("user", dev[0].prompt), ("assistant", dev[0].reference.strip())]
     assert turns[-1] == ("user", own.prompt)
-    assert next(shown.dev.records()).id == dev[2].id, "what was shown is not asked"
     assert shown.score(record, record.reference)["execution accuracy"] == 1
 
 
@@ -39,15 +37,6 @@ def test_shots_need_answered_dev_records(tmp_path: Path) -> None:
         with_shots(unsolved, 1)
     with pytest.raises(UsageError, match="jsonl has 2 dev records: ask for as many or fewer"):
         with_shots(unsolved, 3)
-
-
-def test_shots_leave_dev_records_to_choose_by(tmp_path: Path) -> None:
-    """Guards a message about a file of one record where --shots has used up the dev records."""
-    lines = tmp_path / "lines.jsonl"
-    lines.write_text('{"prompt": "a", "reference": "b"}\n{"prompt": "c", "reference": "d"}\n')
-    shown = with_shots(replace(jsonl_dataset(lines), dev=jsonl_dataset(lines)), 2)
-    with pytest.raises(UsageError, match=r"jsonl has no record left, .*: show fewer with --shots"):
-        with_dev(shown)
 
 
 def test_conversations_are_not_told_as_text(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def test_the_channels_with_the_largest_values_are_kept_as_they_are() -> None:
     exact = model(x)
     small(model, inputs(16, seed=3))
     assert isinstance(model.left, Int8Linear)
-    assert set(range(5, 150, 29)) <= set(model.left.product.backend._outliers.tolist())
+    assert set(range(5, 150, 29)) <= set(model.left.product.linear.backend._outliers.tolist())
     error = (model(x) - exact).norm() / exact.norm()
     blind = block()
     small(blind, torch.randn(16, 160) * (1 + 9 * (torch.arange(160) % 29 != 5)))  # finds others
@@ -125,8 +125,8 @@ def test_layers_that_read_one_tensor_share_its_integers() -> None:
     assert isinstance(right, Int8Linear)
     assert isinstance(out, Int8Linear)
     assert left.product is right.product
-    assert left.product.parts == [72, 72]
-    assert out.product.parts == [160]
+    assert left.product.linear.parts == [72, 72]
+    assert out.product.linear.parts == [160]
     x, y = inputs(5), inputs(5, seed=9)
     with torch.inference_mode():
         expected = left(y), right(y)  # the second takes what the first has made, and nothing is left of it

@@ -16,8 +16,8 @@ from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.models.adapted.causal import CausalForestModel
 from dsbd_cli.models.load_model import load_model
 from dsbd_cli.ops.cpu import layer as layer_ops
-from dsbd_cli.ops.cpu import program
 from dsbd_cli.ops.interface import Ops
+from dsbd_cli.ops.run import Program
 from dsbd_cli.ops.select import LAYERS, ops_for
 from tests.helpers.kernels import replaced, serves
 from tests.models.decoders import build_decoder, save_decoder
@@ -56,8 +56,8 @@ def test_a_wrong_kernel_serves_no_model(broken: str, tmp_path: Path, monkeypatch
     """Guards answers by a kernel that gives something else on this processor: transformers runs the model then."""
     right = getattr(layer_ops, broken)
 
-    def wrong(*arguments: Any) -> Any:
-        result = right(*arguments)
+    def wrong(*arguments: Any, **named: Any) -> Any:
+        result = right(*arguments, **named)
         return (result[0] * 1.5, result[1]) if isinstance(result, tuple) else result * 1.5
 
     folder = save_decoder(tmp_path / "model", build_decoder("gemma3" if broken == "norm" else "llama"))
@@ -70,7 +70,7 @@ def test_a_wrong_kernel_serves_no_model(broken: str, tmp_path: Path, monkeypatch
 
 def test_a_wrong_program_serves_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain forwards, which are compared with transformers, run none: the self-test finds it."""
-    monkeypatch.setattr(program.Program, "run", lambda self: None)
+    monkeypatch.setattr(Program, "run", lambda self: None)
     folder = save_decoder(tmp_path / "model", build_decoder("llama"))
     forest, _ = load_model(ModelSpec(str(folder), dtype="float32", device="cpu"))
     assert isinstance(forest, CausalForestModel)

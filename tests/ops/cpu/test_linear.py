@@ -12,10 +12,9 @@ import torch
 from torch import nn
 
 from dsbd_cli.models.adapted.patching import PackedLinear, pack
-from dsbd_cli.ops import reference, select
+from dsbd_cli.ops import memory, reference, select
+from dsbd_cli.ops.ahead import HUGE
 from dsbd_cli.ops.cpu import linear as packing
-from dsbd_cli.ops.cpu import runtime as native
-from dsbd_cli.ops.cpu.runtime import EAGER
 from dsbd_cli.ops.processor import bfloat16_tile
 from dsbd_cli.ops.select import packed_linear, packing_works
 from tests.helpers.kernels import only
@@ -136,7 +135,7 @@ def test_the_default_dtype_of_torch_is_not_the_kernels(backend: str) -> None:
     serves(torch.float32)
     torch.set_default_dtype(torch.bfloat16)
     try:
-        assert packing.Parts.of(9, 4, 100).scratch(EAGER).dtype == torch.float32
+        assert packing.Parts.of(9, 4, 100).scratch().dtype == torch.float32
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -329,20 +328,20 @@ def test_tables_that_the_kernel_does_not_take_are_copied(kind: str) -> None:
 
 
 def test_weights_that_share_a_block_of_memory_do_not_overlap() -> None:
-    sizes = [1, 64, 65, 3 << 20, native.MOST_SHARED, native.MOST_SHARED + 1, *[native.MOST_SHARED - 1] * 9]
-    parts = [native.allocate_weights(size) for size in sizes]
+    sizes = [1, 64, 65, 3 << 20, memory.MOST_SHARED, memory.MOST_SHARED + 1, *[memory.MOST_SHARED - 1] * 9]
+    parts = [memory.allocate_weights(size) for size in sizes]
     for number, part in enumerate(parts):
         part.fill_(number + 1)
     for number, (size, part) in enumerate(zip(sizes, parts, strict=True)):
         assert len(part) == size
-        assert part.data_ptr() % native.CACHE_LINE == 0
+        assert part.data_ptr() % memory.CACHE_LINE == 0
         assert part.eq(number + 1).all()
 
 
-@pytest.mark.parametrize("size", [0, 5, native.HUGE, 3 * native.HUGE + 5])
+@pytest.mark.parametrize("size", [0, 5, HUGE, 3 * HUGE + 5])
 def test_zeros_are_zeros(size: int) -> None:
     for _ in range(2):  # the second time perhaps in memory that the first one wrote to
-        found = native.allocate_zeros(size)
+        found = memory.allocate_zeros(size)
         assert found.shape == (size,)
         assert not found.any()
         found.fill_(1)

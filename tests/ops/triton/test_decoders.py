@@ -172,9 +172,9 @@ def test_kernels_of_layers_that_fail_are_left_out(fault: str, tmp_path: Path, mo
         out, summed = reference.norm(*given)
         return out * (1.5 if fault == "wrong" else 1), summed
 
-    def rotate(*given: Any) -> Any:
+    def rotate(*given: Any, **named: Any) -> Any:
         slots, keys = given[3], given[4]
-        out = reference.rotate(*given)
+        out = reference.rotate(*given, **named)
         if fault == "wrong in a forest" and len(slots) < 24:  # plain forwards have more tokens
             keys.flatten(0, 1)[slots] *= 1.5
         return out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dsbd_cli.ops.reference import Norm
 from dsbd_cli.ops.triton import KernelCheck, differences
 from dsbd_cli.ops.triton.layers import KERNELS, gated, norm, rotate
 from tests.ops.triton import DEVICE
@@ -21,9 +22,9 @@ def test_bits_do_not_depend_on_the_number_of_rows(dtype: torch.dtype) -> None:
     """Guards a reduction whose splits follow the number of rows."""
     x = torch.randn(9, 96, dtype=dtype, device=DEVICE)
     weight = torch.randn(96, dtype=dtype, device=DEVICE)
-    many, sums = norm(x, x.flip(0), weight, 1e-6, False)
+    many, sums = norm(Norm(weight, 1e-6), x, x.flip(0))
     for row in (0, 4, 8):
-        one, alone = norm(x[row : row + 1], x.flip(0)[row : row + 1], weight, 1e-6, False)
+        one, alone = norm(Norm(weight, 1e-6), x[row : row + 1], x.flip(0)[row : row + 1])
         assert torch.equal(one, many[row : row + 1])
         assert torch.equal(alone, sums[row : row + 1])
         assert torch.equal(gated(x[row : row + 1], False), gated(x, False)[row : row + 1])

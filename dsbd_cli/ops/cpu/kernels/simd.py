@@ -15,7 +15,8 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
-from dsbd_cli.ops.cpu.runtime import CACHE_LINE, PRODUCT
+from dsbd_cli.ops.cpu.runtime import PRODUCT
+from dsbd_cli.ops.memory import CACHE_LINE
 from dsbd_cli.ops.processor import on_amd
 
 LANES = 16
