@@ -69,12 +69,9 @@ def check_rows(
 
 def norm(op: Any, dtype: torch.dtype) -> None:
     for width, adds, unit_offset in itertools.product((48, 272), (False, True), (False, True)):
-        x = normal(dtype, 150, 2 * width) * 3
-        weights = reference.Norm(normal(dtype, width, seed=2), 1e-5, unit_offset)
+        x, rms = normal(dtype, 150, 2 * width) * 3, reference.Norm(normal(dtype, width, seed=2), 1e-5, unit_offset)
 
-        def run(
-            rows: Tensor, norm: Any = op, width: int = width, adds: bool = adds, rms: reference.Norm = weights
-        ) -> Tensor:
+        def run(rows: Tensor, norm: Any = op, width: int = width, adds: bool = adds, rms: Any = rms) -> Tensor:
             normed, summed = norm(rms, rows[:, :width], rows[:, width:] if adds else None)
             return torch.cat((normed, summed), 1) if adds else normed
 
@@ -94,9 +91,9 @@ def rotate(op: Any, dtype: torch.dtype) -> None:
     rows, heads, kv_heads, dim = 40, 6, 2, 96
     width = (heads + 2 * kv_heads) * dim
     both, turns = normal(dtype, rows, 2 * width + 32), normal(torch.float32, rows, 2, dim, seed=1)
-    norms = None, [reference.Norm(normal(dtype, dim, seed=seed), 1e-5, True) for seed in (3, 4)]
+    pair = [reference.Norm(normal(dtype, dim, seed=seed), 1e-5, True) for seed in (3, 4)]
     slots = torch.randperm(9 * rows, generator=torch.Generator().manual_seed(2))[: 2 * rows]
-    for more, shared in itertools.product(norms, (False, True)):
+    for more, shared in itertools.product(((), (pair,)), (False, True)):
 
         def run(x: Tensor, rotate: Any = op, more: Any = more, shared: bool = shared) -> Tensor:
             count = len(x)

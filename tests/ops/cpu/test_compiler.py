@@ -288,12 +288,12 @@ import os
 import sys
 from pathlib import Path
 from dsbd_cli.ops import processor
-from dsbd_cli.ops.cpu import kernels
 
 flags = [flag.strip("+") for flag in os.environ["NUMBA_CPU_FEATURES"].split(",")]
 facts = frozenset(map(processor.plain, flags)), os.environ["NUMBA_CPU_NAME"].startswith("znver")
 processor._facts = lambda: facts
 print(processor.current())
+from dsbd_cli.ops.cpu import kernels  # which tells numba
 for file in sorted(Path(kernels.__file__).parent.glob("*.py")):
     if file.stem not in sys.argv[1:]:
         importlib.import_module(f"{kernels.__name__}.{file.stem}")
