@@ -7,7 +7,7 @@ import inspect
 import typing
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -76,9 +76,9 @@ def switch(panel: str, text: str) -> T:  # type: ignore[type-var]
     return option(panel, text, metavar="")
 
 
-def _parameter(field: str, declared: Mapping[str, Any], kind: object) -> inspect.Parameter:
-    """Return the option of a field as the parameter that typer reads. declared: its metadata. kind: its type."""
-    name, setting = option_name(field), field in SETTINGS
+def _parameter(field: str, declaration: dataclasses.Field[object], kind: object) -> inspect.Parameter:
+    """Return the option of a field as the parameter that typer reads. kind: its type."""
+    name, setting, declared = option_name(field), field in SETTINGS, declaration.metadata
     kinds, parser = (*typing.get_args(kind), kind), None
     if number := next((kind for kind in (int, float) if kind in kinds), None):
         parser = _number(number, *declared["bounds"])
@@ -146,11 +146,11 @@ def grouped(function: Callable[..., None], *, elsewhere: tuple[type, ...] = ()) 
     types = {name: kind for group in hints.values() for name, kind in typing.get_type_hints(group).items()}
     table = {item.name: item for group in hints.values() for item in dataclasses.fields(group)}
     names_of_options = {*table, *(item.name for group in elsewhere for item in dataclasses.fields(group))}
-    parameters = [_parameter(name, item.metadata, types[name]) for name, item in table.items()]
+    parameters = [_parameter(name, item, types[name]) for name, item in table.items()]
     if settings := sorted(name.replace("_", "-") for name in table if name in SETTINGS):
         shown = f"what is seldom typed, may be repeated: {', '.join(settings)} (docs/cli.md says what they mean)"
-        declared: dataclasses.Field[object] = option("Settings", shown, metavar="NAME=VALUE", callback=read_settings)
-        parameters.append(_parameter("set", declared.metadata, list[str] | None))
+        declaration: dataclasses.Field[object] = option("Settings", shown, metavar="NAME=VALUE", callback=read_settings)
+        parameters.append(_parameter("set", declaration, list[str] | None))
 
     def command(ctx: typer.Context, **options: object) -> None:
         check_variables(names_of_options, ctx.command_path)

@@ -221,12 +221,14 @@ class Iteration:
 
     def _draft_kernel(self, sizes: ForestSizes) -> ModuleType | None:
         """Return the kernels that write the forest; None where tensor code does. Those of a GPU know no gate."""
-        device = self.state.table.used.device
         if (
             self.legal is not None
             or not self.drafter.by_kernel
             or self.observer.attached
-            or (self.gate is not None and (self.state.warp.scope == "beam" or not host_reads(device)))
+            or (
+                self.gate is not None
+                and (self.state.warp.scope == "beam" or not host_reads(self.state.table.used.device))
+            )
             or sizes.draft_backlog > MERGED_BACKLOG
         ):
             return None
