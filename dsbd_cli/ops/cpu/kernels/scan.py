@@ -445,6 +445,23 @@ def scan_pair(at, pair, work):
             scaled(prefix + n * u_row, types.float32(1), state + n * width * WORD, width)
 
 
+@compiled(
+    types.UniTuple(types.int64, 21)(
+        _F4, _I1, _I1, _F4, _F1, _F3, _F4, _F4, _F4, _F4, _F4,
+        _I3, _I2, _I2, _I3, _I2, _I3, _I1, _I2, _I1, _F4,
+    )  # fmt: skip
+)
+def addresses(state, rows, planes, q, v, beta, query_keys, key_keys, keys, inputs, decays,
+              lines, counts, order, groups, sources, blocks, sizes, used, uses, y):  # fmt: skip
+    """Return the addresses of the arrays of a ScanArguments. Raises TypeError for another dtype, or gaps."""
+    return (
+        state.ctypes.data, rows.ctypes.data, planes.ctypes.data, q.ctypes.data, v.ctypes.data, beta.ctypes.data,
+        query_keys.ctypes.data, key_keys.ctypes.data, keys.ctypes.data, inputs.ctypes.data, decays.ctypes.data,
+        lines.ctypes.data, counts.ctypes.data, order.ctypes.data, groups.ctypes.data, sources.ctypes.data,
+        blocks.ctypes.data, sizes.ctypes.data, used.ctypes.data, uses.ctypes.data, y.ctypes.data,
+    )  # fmt: skip
+
+
 def memory_bytes(dim: int, wide: int, places: int, buffers: int) -> int:
     """Return the bytes that a thread works in. wide: P in whole tiles. places: of a plane."""
     of_rows = (BLOCK + 1 + 2 * MOST_ROWS) * dim + 2 * MOST_ROWS * (TILE + TERMS) + 1
