@@ -15,7 +15,7 @@ from types import NoneType
 from typing import TYPE_CHECKING
 
 from dsbd_cli.config.chat import check_template_kwargs, template_text
-from dsbd_cli.config.checking import check_processor, check_value, refuse, require
+from dsbd_cli.config.checking import check_value, refuse, require
 from dsbd_cli.config.method import DEFAULT_BATCH_SIZE, MethodConfig, check_engine_options
 from dsbd_cli.config.model import BUILTIN_DRAFT, BUILTIN_TARGET, ModelSpec, OnTooLong
 from dsbd_cli.config.variants import INDEX
@@ -82,7 +82,6 @@ def load(
     """
     check_engine_options(method, batch_size, on_too_long, log_steps, cuda_graphs, kernels)
     check_value("threads", threads, int | None)
-    check_processor()
     if threads is not None:
         require(1 <= threads <= MOST_THREADS, "threads", threads, f"between 1 and {MOST_THREADS}")
     if batch_size is not None and batch_size < 1:

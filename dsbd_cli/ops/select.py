@@ -98,9 +98,9 @@ class Kernel(NamedTuple):
     name: the operation. op: what `Ops` holds for it, or the class of a product. load: compiles it. instead: what a
     warning says that happens where it cannot be loaded. least, most: processors; an ARM counts as AVX2. dtypes: of the
     model; empty: any. weights: their format: `plain`, in the dtype of the model, or `int8`; empty for an operation
-    without weights. step: widths must be multiples of it. needs: what must be true. trial: returns what is wrong with
-    its results. beside: an operation, and its weights, that a kernel must serve, too. reason: why it serves. elsewhere:
-    why it does not serve on other processors.
+    without weights. step: widths must be multiples of it. needs: what must be true, each with the reason where it is
+    not. trial: returns what is wrong with its results. beside: an operation, and its weights, that a kernel must serve,
+    too. reason: why it serves. elsewhere: why it does not serve on other processors.
     """
 
     name: str
@@ -112,7 +112,7 @@ class Kernel(NamedTuple):
     dtypes: tuple[torch.dtype, ...] = ()
     weights: str = ""
     step: int = 1
-    needs: tuple[Callable[[], object], ...] = ()
+    needs: tuple[tuple[Callable[[], object], str], ...] = ()
     trial: Callable[[Any, torch.dtype], str | None] | None = None
     beside: tuple[str, str] | None = None
     reason: str = "it runs on this processor"
@@ -166,8 +166,10 @@ BASE, AVX512, AVX512_VNNI, AVX512_BF16, AMX = (
 F32, BF16 = (torch.float32,), (torch.bfloat16,)
 _ITERATIONS = "tensor code computes what lies between the forwards"
 _LAYERS = "torch computes norms, rotations and activations"
+_TEAM = (team, "torch has no team of threads that kernels can share")
+_UNITS = (may_use_matrix_units, "the system does not let this process use matrix units")
 _LINEAR = functools.partial(
-    Kernel, load=linear.compiled, instead="torch computes linear layers", needs=(team,), trial=linear.fault
+    Kernel, load=linear.compiled, instead="torch computes linear layers", needs=(_TEAM,), trial=linear.fault
 )
 _LINES = "weights lie in the order in which the kernel reads them"
 _INT8 = functools.partial(
@@ -183,18 +185,19 @@ TABLE = (
            beside=("norm", "")),
     _LINEAR("linear", linear.Compiled, least=AVX512, dtypes=F32, weights="plain", reason=_LINES),
     _LINEAR("linear", linear.Compiled, least=AVX512, most=AVX512_BF16, dtypes=BF16, weights="plain", reason=_LINES),
-    _LINEAR("linear", linear.Compiled, least=AMX, dtypes=BF16, weights="plain", needs=(team, may_use_matrix_units),
+    _LINEAR("linear", linear.Compiled, least=AMX, dtypes=BF16, weights="plain", needs=(_TEAM, _UNITS),
             reason="matrix units read weights as they lie in the checkpoint"),
     Kernel("linear", linear.Torch, least=BASE, weights="plain", trial=linear.fault, backend="torch",
            reason="weights are packed by oneDNN"),
-    _INT8(least=AVX512_VNNI, most=AVX512_BF16, needs=(team,)),
-    _INT8(least=AMX, needs=(team, may_use_matrix_units)),
+    _INT8(least=AVX512_VNNI, most=AVX512_BF16, needs=(_TEAM,)),
+    _INT8(least=AMX, needs=(_TEAM, _UNITS)),
     Kernel("linear", int8.Torch, least=BASE, weights="int8", trial=_int8_fault, backend="torch"),
-    Kernel("pick", pick, beside=("linear", "plain"), reason="rows are packed from where they lie"),
+    Kernel("pick", pick, beside=("linear", "plain"), reason="rows are packed from where they lie",
+           elsewhere="torch computes products with picked rows"),
     Kernel("path_attention", attention, attention.compiled, "torch computes attention over the suffix",
            dtypes=FLOATS),
     Kernel("prompt_attention", prompt_attention, prompt_attention.compiled,
-           "torch computes attention to prompts", least=AVX512, most=AVX512_BF16, dtypes=FLOATS, needs=(team,),
+           "torch computes attention to prompts", least=AVX512, most=AVX512_BF16, dtypes=FLOATS, needs=(_TEAM,),
            elsewhere="the kernel is for processors with AVX-512 and without matrix units"),
     Kernel("log_total", _log_total, logsumexp.compiled, "torch computes the sums over the vocabulary"),
     Kernel("candidates", candidates.candidates, _load_candidates, _ITERATIONS),
@@ -226,15 +229,18 @@ def _missing(kernel: Kernel, dtype: torch.dtype, widths: frozenset[int]) -> str 
     """Return why a kernel cannot serve here; None where it can."""
     if kernel.dtypes and dtype not in kernel.dtypes:
         return f"the kernels do not compute in {dtype}"
-    if not kernel.fits(current()) or not all(need() for need in kernel.needs):
+    if not kernel.fits(current()):
         return kernel.elsewhere
+    for need, why in kernel.needs:
+        if not need():
+            return why
     if any(width % kernel.step for width in widths):
         return f"a width is not a multiple of {kernel.step}"
     if kernel.beside is not None:
         name, weights = kernel.beside
         other, why = choose(name, dtype, weights, widths)
         if other is None or other.backend == "torch":
-            return why
+            return why if not weights else kernel.elsewhere if dtype in FLOATS else ""
     if (reason := _unloadable(kernel.load, kernel.instead)) is not None:
         return reason
     return None if kernel.trial is None else kernel.trial(kernel.op, dtype)

@@ -33,6 +33,7 @@ from dsbd_cli.ops.run import Arena
 ROOT = Path(__file__).parents[2]
 THREADS = 1, 2, 3
 WIDTHS = frozenset({64})
+NOTHING = slice(0, 0)
 # of float32: sums in another order, and exp2 of our own; of bfloat16: a rounding that falls the other way
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7}
 
@@ -42,32 +43,57 @@ def normal(dtype: torch.dtype, *shape: int, seed: int = 0) -> Tensor:
 
 
 def check_rows(
-    run: Callable[[Tensor], Tensor], x: Tensor, wanted: Tensor, limit: float, *, ours: bool = True, at: int = 5
+    run: Callable[[Tensor], Tensor],
+    reference: Callable[[Tensor], Tensor],
+    x: Tensor,
+    limit: float,
+    atol: float | None = None,
+    *,
+    ours: bool = True,
+    at: int = 5,
+    exact: slice = NOTHING,
+    counts: tuple[int, ...] = THREADS,
 ) -> None:
-    """Numbers, and the bits of a row alone, beside others and by any number of threads. ours: not torch's, whose bits
-    may change with the number of threads. at: the place of a number that is none, which stays in its row."""
-    before = torch.get_num_threads()
-    kept: Tensor | None = None
+    """Numbers, and the bits of a row alone, beside others and by any number of threads; and what a number that is none
+    makes of its row, and that it stays there.
+
+    limit, atol: of the difference from the reference. ours: not torch's, whose bits may change with the number of
+    threads. at: the place of a number that is none. exact: columns with the bits of the reference. counts: of threads.
+    """
+    limits, before = (
+        {"rtol": limit, "atol": limit if atol is None else atol, "equal_nan": True},
+        torch.get_num_threads(),
+    )
+    bad = {strange: x.clone() for strange in (math.nan, math.inf, -math.inf)}
+    for strange, rows in bad.items():
+        rows[1, at] = strange
+    wanted, spoilt = reference(x), {strange: reference(rows)[1] for strange, rows in bad.items()}
+    assert wanted.isfinite().all()
+    alone: Tensor | None = None
     try:
-        for threads in THREADS:
+        for threads in counts:
             torch.set_num_threads(threads)
-            found = run(x)
-            if kept is None or not ours:
-                torch.testing.assert_close(found.double(), wanted.double(), rtol=limit, atol=limit)
-                kept = found
-            for first, last in ((0, len(x)), (0, 1), (3, 8), (len(x) - 1, len(x))):
-                assert torch.equal(run(x[first:last]), kept[first:last]), (threads, first, last)
-            for strange in (math.nan, math.inf, -math.inf):
-                bad = x.clone()
-                bad[1, at] = strange
-                found = run(bad)
-                assert strange in (math.inf, -math.inf) or not found[1].isfinite().all()
-                assert torch.equal(found[[0, 2, 7]], kept[[0, 2, 7]]), (threads, strange)
+            if alone is None or not ours:
+                alone = torch.cat([run(row) for row in x.split(1)])
+                torch.testing.assert_close(alone.double(), wanted.double(), **limits)
+                assert torch.equal(alone[:, exact], wanted[:, exact])
+            for first, last in ((0, len(x)), (0, 6), (3, 8), (7, len(x)), (len(x) - 1, len(x))):
+                assert torch.equal(run(x[first:last]), alone[first:last]), (threads, first, last)
+            for strange, rows in bad.items():
+                result, row = run(rows), spoilt[strange]
+                assert torch.equal(result[1].isfinite(), row.isfinite()), (threads, strange)
+                if math.isnan(strange):
+                    assert torch.equal(result[1].isnan(), row.isnan())
+                finite = row.isfinite()
+                torch.testing.assert_close(result[1][finite].double(), row[finite].double(), **limits)
+                assert torch.equal(result[[0, 2, 7]], alone[[0, 2, 7]]), (threads, strange)
     finally:
         torch.set_num_threads(before)
 
 
 def norm(op: Any, dtype: torch.dtype) -> None:
+    """The sum has the bits of the reference. Rows of any strides, of tensors with three dimensions."""
+    wide = normal(dtype, 3, 5, 112) * 3
     for width, adds, unit_offset in itertools.product((48, 272), (False, True), (False, True)):
         x, rms = normal(dtype, 150, 2 * width) * 3, reference.Norm(normal(dtype, width, seed=2), 1e-5, unit_offset)
 
@@ -75,44 +101,64 @@ def norm(op: Any, dtype: torch.dtype) -> None:
             normed, summed = norm(rms, rows[:, :width], rows[:, width:] if adds else None)
             return torch.cat((normed, summed), 1) if adds else normed
 
-        check_rows(run, x, run(x, reference.norm), CLOSE[dtype])
+        exact = slice(width, None) if adds else NOTHING
+        check_rows(run, functools.partial(run, norm=reference.norm), x, CLOSE[dtype], exact=exact)
+        for x in (wide[..., :96], wide[:1, :1, 16:112], wide.transpose(0, 1)[..., :32]):
+            more = normal(dtype, *x.shape, seed=1) if adds else None
+            rms = reference.Norm(normal(dtype, x.shape[-1], seed=2), 1e-5, unit_offset)
+            (normed, summed), wanted = op(rms, x, more), reference.norm(rms, x, more)
+            torch.testing.assert_close(normed, wanted[0], rtol=CLOSE[dtype], atol=CLOSE[dtype])
+            assert torch.equal(summed, wanted[1])
 
 
 def gated(op: Any, dtype: torch.dtype) -> None:
     both = normal(dtype, 150, 600) * 8
     both[0, 8:12] = torch.tensor([-400.0, 400.0, 0.0, -90.0])
     for gelu in (False, True):
-        run = functools.partial(lambda gelu, rows: op(rows[:, :544], gelu), gelu)
-        check_rows(run, both, reference.gated(both[:, :544], gelu), CLOSE[dtype])
+        run, plain = (lambda x, gated=gated, gelu=gelu: gated(x[:, 8:552], gelu) for gated in (op, reference.gated))
+        check_rows(run, plain, both, CLOSE[dtype], at=13)
+        cube = both[:6].view(2, 3, 600)[..., 8:552]
+        assert torch.equal(op(cube, gelu).flatten(0, 1), run(both[:6]))
 
 
 def rotate(op: Any, dtype: torch.dtype) -> None:
-    """Rows of two nodes, with and without norms of heads, and angles of each row or of all."""
+    """Rows of two nodes, with and without norms of heads, and angles of each row or of all. Values are stored as they
+    are; slots of no node stay as they were."""
     rows, heads, kv_heads, dim = 40, 6, 2, 96
     width = (heads + 2 * kv_heads) * dim
     both, turns = normal(dtype, rows, 2 * width + 32), normal(torch.float32, rows, 2, dim, seed=1)
-    pair = [reference.Norm(normal(dtype, dim, seed=seed), 1e-5, True) for seed in (3, 4)]
+    pairs = [
+        tuple(reference.Norm(normal(dtype, dim, seed=seed), 1e-5, unit_offset) for seed in (3, 4))
+        for unit_offset in (False, True)
+    ]
     slots = torch.randperm(9 * rows, generator=torch.Generator().manual_seed(2))[: 2 * rows]
-    for more, shared in itertools.product(((), (pair,)), (False, True)):
+    for norms, shared in itertools.product((None, *pairs), (False, True)):
 
-        def run(x: Tensor, rotate: Any = op, more: Any = more, shared: bool = shared) -> Tensor:
+        def turned(x: Tensor, rotate: Any = op, norms: Any = norms, shared: bool = shared) -> list[Tensor]:
+            """Queries, and the planes of keys and values."""
             count = len(x)
             cos, sin = (turn(turns[:1] if shared else turns[:count]).to(dtype) for turn in (torch.cos, torch.sin))
-            planes = [torch.zeros(rows, 9, kv_heads, dim, dtype=dtype) for _ in range(2)]
+            planes = [normal(dtype, rows, 9, kv_heads, dim, seed=seed) for seed in (5, 6)]
             qkv = (
                 x[:, : 2 * width].view(count, 2, width)
                 if x.is_contiguous()
                 else x[:, : 2 * width].unflatten(1, (2, width))
             )
-            queries = rotate(qkv, cos, sin, slots[: 2 * count].contiguous(), *planes, more)
-            stored = [plane.flatten(0, 1)[slots[: 2 * count]].reshape(count, -1) for plane in planes]
+            return [rotate(qkv, cos, sin, slots[: 2 * count].contiguous(), *planes, norms), *planes]
+
+        def run(x: Tensor, rotate: Any = op, turned: Any = turned) -> Tensor:
+            queries, *planes = turned(x, rotate)
+            stored = [plane.flatten(0, 1)[slots[: 2 * len(x)]].reshape(len(x), -1) for plane in planes]
             return torch.cat((queries.flatten(1), *stored), 1)
 
-        wanted = run(both, reference.rotate)
+        plain = functools.partial(run, rotate=reference.rotate)
+        found, wanted = turned(both), turned(both, reference.rotate)
+        for ours, theirs in zip(found, wanted, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=CLOSE[dtype], atol=CLOSE[dtype])
+        assert torch.equal(found[2], wanted[2])
         if shared:
-            check_rows(run, both, wanted, CLOSE[dtype])
+            check_rows(run, plain, both, CLOSE[dtype], exact=slice(-2 * kv_heads * dim, None))
         else:  # the first rows have the first angles
-            torch.testing.assert_close(run(both), wanted, rtol=CLOSE[dtype], atol=CLOSE[dtype])
             assert torch.equal(run(both[:3]), run(both)[:3])
 
 
@@ -127,16 +173,27 @@ def program(op: Any, dtype: torch.dtype) -> None:
 
 
 def linear(op: Any, dtype: torch.dtype) -> None:
-    """Two layers as one product: fewer outputs than a block, rows beyond a chunk, inputs beyond a piece."""
-    for rows, inputs, outputs in ((9, 64, (3, 5)), (111, 160, (72, 58)), (111, 4500, (64, 36))):
+    """Two layers as one product: fewer outputs than a block, rows beyond a chunk, inputs beyond a piece, outputs for
+    many threads."""
+    ours = op is select.linear.Compiled
+    for rows, inputs, outputs in ((9, 64, (3, 5)), (111, 160, (72, 58)), (111, 2600, (1300,)), (111, 4500, (64, 36))):
         weights = [normal(dtype, count, inputs, seed=count) / inputs**0.5 for count in outputs]
         bias, x = normal(dtype, sum(outputs), seed=1), normal(dtype, rows, inputs + 8, seed=2)
         product = op(weights)
-        own = product.bias(bias)
-        wanted = x[:, :inputs].double() @ torch.cat(weights).double().t() + bias.double()
+        own, exact_weight = product.bias(bias), torch.cat(weights).double().t()
+
+        def run(x: Tensor, product: Any = product, own: Tensor = own, inputs: int = inputs) -> Tensor:
+            result: Tensor = product(x[:, :inputs], own)
+            return result
+
+        def plain(x: Tensor, weight: Tensor = exact_weight, bias: Tensor = bias, inputs: int = inputs) -> Tensor:
+            return x[:, :inputs].double() @ weight + bias.double()
+
         limit = {torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
-        run = functools.partial(lambda product, own, inputs, x: product(x[:, :inputs], own), product, own, inputs)
-        check_rows(run, x, wanted, limit, ours=op is select.linear.Compiled)
+        check_rows(run, plain, x, limit, ours=ours, counts=(*THREADS, 7))
+        if ours:
+            exact, limit = plain(x), {torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
+            assert (run(x).double() - exact).abs().max() <= limit * exact.abs().max()
 
 
 def int8_reference(weight: Tensor, bias: Tensor | None, x: Tensor, outliers: Tensor) -> Tensor:
@@ -154,34 +211,62 @@ def int8_reference(weight: Tensor, bias: Tensor | None, x: Tensor, outliers: Ten
 
 def int8(op: Any, dtype: torch.dtype) -> None:
     """Rows with a few channels a hundred times as large as the others. Any number of outliers."""
-    ours = op is select.int8.Compiled
-    for rows, inputs, outputs, count in ((9, 160, 72, 1), (130, 160, 130, 3), (130, 4800, 100, 32), (9, 5000, 3, 2)):
+    for rows, inputs, outputs, count in ((9, 160, 72, 1), (130, 160, 130, 3), (130, 4800, 700, 32), (9, 5000, 3, 2)):
         weight, bias = normal(dtype, outputs, inputs, seed=1), normal(dtype, outputs, seed=2)
         outliers = torch.arange(5, inputs, inputs // count - 1)[:count]
         x = normal(dtype, rows, inputs, seed=3)
         x[:, outliers] *= 100
         product = op([weight], outliers, bias, select.packed_linear)
-        wanted = int8_reference(weight, bias, x, outliers)
-        spread = float(wanted.std())
+        spread = float(int8_reference(weight, bias, x, outliers).std())
         limit = 1e-5 if dtype == torch.float32 else 1.6e-2
-        run = functools.partial(lambda product, spread, x: product(x) / spread, product, spread)
+
+        def run(x: Tensor, product: Any = product, spread: float = spread) -> Tensor:
+            result: Tensor = product(x) / spread
+            return result
+
+        def plain(
+            x: Tensor, weight: Tensor = weight, bias: Tensor = bias, outliers: Tensor = outliers, spread: float = spread
+        ) -> Tensor:
+            return int8_reference(weight, bias, x, outliers) / spread
+
         for at in (5, 6):  # an outlier, one of the integers
-            check_rows(run, x, wanted / spread, limit, ours=ours, at=at)
+            check_rows(run, plain, x, limit, at=at)
+        assert product(x[:0]).shape == (0, outputs)
 
 
 def pick(op: Any, dtype: torch.dtype) -> None:
-    """Rows of the batch with rows of the table of their own, picked anew in other numbers."""
-    table, picked = normal(dtype, 200, 160), op(normal(dtype, 200, 160), dtype)
+    """Rows of the batch with rows of the table of their own, picked anew in other numbers. A product's bits are its own
+    beside any others, in any order of rows of the table. The reference is checked, too."""
+    rng = torch.Generator().manual_seed(1)
+    table = normal(dtype, 200, 160)
+    picked, plain = op(table, dtype), reference.PickedRows(table, dtype)
     assert not isinstance(picked, reference.PickedRows)
-    for batch, count, nodes in ((3, 70, 9), (3, 70, 37), (1, 130, 9), (2, 1, 8)):
-        ids = torch.randint(200, (batch, count), generator=torch.Generator().manual_seed(count))
-        x = normal(dtype, batch, nodes, 160, seed=nodes)
+    limits = {
+        torch.float32: {"rtol": 1e-5, "atol": 1e-4},
+        torch.bfloat16: {"rtol": 3e-2, "atol": 0.1},
+    }[dtype]
+
+    def product(ids: Tensor, x: Tensor) -> Tensor:
         picked.take(ids)
+        result: Tensor = picked.compute(x)
+        return result
+
+    for batch, count, nodes in itertools.product((3, 1), (1, 64, 70, 128, 130), (1, 8, 9, 37)):
+        ids, x = torch.randint(200, (batch, count), generator=rng), normal(dtype, batch, nodes, 160, seed=nodes)
         wanted = torch.einsum("rnh,roh->rno", x.double(), table[ids].double())
-        limit = {torch.float32: 1e-4, torch.bfloat16: 0.1}[dtype]
-        torch.testing.assert_close(picked.compute(x).double(), wanted, rtol=limit, atol=limit)
-        if batch == 1:
-            check_rows(lambda rows: picked.compute(rows[None])[0], x[0], wanted[0], limit)
+        found = product(ids, x)
+        plain.take(ids)
+        for result in (found, plain.compute(x)):
+            torch.testing.assert_close(result.double(), wanted, **limits)
+        order = torch.randperm(count, generator=rng)
+        assert torch.equal(product(ids[:, order], x), found[..., order])
+        for row in range(batch):
+            assert torch.equal(product(ids[row : row + 1], x[row : row + 1])[0], found[row])
+            assert torch.equal(product(ids[row : row + 1], x[row : row + 1, -1:])[0, 0], found[row, -1])
+        if batch == 1 and nodes > 8:
+            run = lambda rows: picked.compute(rows[None])[0]  # noqa: E731
+            exact = functools.partial(torch.matmul, other=table[ids[0]].double().t())
+            check_rows(run, lambda rows, exact=exact: exact(rows.double()), x[0], limits["rtol"], limits["atol"])
 
 
 def path_attention(op: Any, dtype: torch.dtype) -> None:
@@ -233,23 +318,39 @@ def prompt_attention(op: Any, dtype: torch.dtype) -> None:
             found = attend(query, key, value, torch.full((1, 1), key.shape[2]), dim**-0.5)
             return torch.cat([one[0].unflatten(1, (groups, len(x))).movedim(2, 0).flatten(1) for one in found], 1)
 
-        check_rows(
-            run, query[0].transpose(0, 1).flatten(1), run(query[0].transpose(0, 1).flatten(1), attention), LIMIT[dtype]
-        )
+        plain = functools.partial(run, attend=attention)
+        check_rows(run, plain, query[0].transpose(0, 1).flatten(1), LIMIT[dtype])
 
 
 def log_total(op: Any, dtype: torch.dtype) -> None:
-    for vocabulary in (16, 67, 4096 + 64 + 21, 70_001):
+    """Fewer numbers than a vector, rows with gaps between them, NaN in any part of a row."""
+
+    def run(rows: Tensor) -> Tensor:
+        total: Tensor = op(rows, rows.float().amax(-1, keepdim=True))
+        return total
+
+    def exact(rows: Tensor) -> Tensor:
+        return torch.logsumexp(rows.double() - rows.double().amax(-1, keepdim=True), -1, keepdim=True)
+
+    for vocabulary in (5, 16, 64, 67, 4096, 4096 + 64 + 21, 58_101, 70_001):
         values = normal(dtype, 9, vocabulary, seed=vocabulary) * 4
         values[6] -= 3e4
-        values[7, 9:] = -math.inf
-        run = lambda rows: op(rows, rows.float().amax(-1, keepdim=True))  # noqa: E731
-        exact = torch.logsumexp(values.double() - values.double().amax(-1, keepdim=True), -1, keepdim=True)
-        check_rows(run, values, exact, 3e-7)
-        values[1, -1] = math.nan
-        assert op(values, values.float().amax(-1, keepdim=True)).isnan().flatten().tolist() == [
-            at == 1 for at in range(9)
-        ]
+        values[7, 3:] = -math.inf
+        check_rows(run, exact, values, 3e-7, at=min(5, vocabulary - 1))
+        wide = torch.full((9, vocabulary + 79), 50.0, dtype=dtype)
+        wide[:, :vocabulary] = values
+        check_rows(
+            lambda rows, last=vocabulary: run(rows[:, :last]),
+            lambda rows, last=vocabulary: exact(rows[:, :last]),
+            wide,
+            3e-7,
+            at=min(5, vocabulary - 1),
+        )
+        assert torch.equal(run(wide[:, :vocabulary]), run(values))
+        for place in {0, 63, 64, 98, vocabulary - 1} & {*range(vocabulary)}:
+            spoilt = values.clone()
+            spoilt[1, place] = math.nan
+            assert run(spoilt).isnan().flatten().tolist() == [row == 1 for row in range(9)]
 
 
 def candidates(op: Any, dtype: torch.dtype) -> None:
@@ -272,9 +373,15 @@ def candidates(op: Any, dtype: torch.dtype) -> None:
         assert torch.equal(found.tokens[some], wanted.tokens[some])
         assert torch.equal(found.logprobs.nan_to_num(nan=7.0), wanted.logprobs.nan_to_num(nan=7.0))
         assert bool((found.tokens.diff(dim=2) > 0).all())
-    for threads in THREADS:
-        torch.set_num_threads(threads)
-        assert all(map(torch.equal, op(logits[:1, :1].repeat(8, 5, 1), 8), op(logits[:1, :1].repeat(8, 5, 1), 8)))
+    many, before = logits[:1, :1].repeat(8, 5, 1), torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = op(many, 8)
+        for threads in THREADS:
+            torch.set_num_threads(threads)
+            assert all(map(torch.equal, op(many, 8), alone))
+    finally:
+        torch.set_num_threads(before)
 
 
 def part_of_iteration(name: str) -> Callable[[Any, torch.dtype], None]:

@@ -14,8 +14,11 @@ from typing import Any
 import pytest
 
 from dsbd_cli.cli.app import run
+from dsbd_cli.config import checking
 from dsbd_cli.config.model import ModelSpec
+from dsbd_cli.errors import UsageError
 from dsbd_cli.models import verdicts
+from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
 from dsbd_cli.ops import processor
 from dsbd_cli.ops.processor import VARIABLE, Processor, current
 from tests.helpers.checkpoints import save
@@ -82,15 +85,45 @@ def test_what_it_cannot_be_is_an_error_in_one_line(
     monkeypatch.setenv(VARIABLE, word)
     machine(AVX512)
     assert run(["schema"]) == 2
-    said = f"DSBD_CPU is {word!r}, but must be one of base, avx2, avx512 on this processor\n"
-    assert capsys.readouterr().err.endswith(said)
+    said = f"DSBD_CPU is {word!r}, but must be one of base, avx2, avx512 on this processor"
+    assert capsys.readouterr().err.endswith(f"{said}\n")
+    with pytest.raises(UsageError, match=said):  # for whatever opens a checkpoint
+        Checkpoint.open(ModelSpec("t"))
 
 
-def test_verdicts_belong_to_a_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_do_not_look_at_the_processor(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards an import of llvmlite for a page of help, on systems without /proc/cpuinfo."""
+    monkeypatch.setattr(checking, "current", lambda: pytest.fail("asked"))
+    assert run(["schema"]) == 0
+
+
+@pytest.mark.skipif(current() == Processor.BASE, reason="no kernel runs on this processor")
+@pytest.mark.parametrize("variable", ["NUMBA_ENABLE_AVX=0", "NUMBA_CPU_NAME=generic", "NUMBA_CPU_FEATURES=+avx"])
+def test_a_numba_that_compiles_for_less_is_not_asked(variable: str, tmp_path: Path) -> None:
+    """Guards a process that LLVM ends: kernels stand aside with one line."""
+    name, value = variable.split("=")
+    code = (
+        "import torch; from dsbd_cli.ops.select import ops_for; "
+        "print(*ops_for(torch.device('cpu'), torch.float32, ('linear', 'log_total')).by('numba'))"
+    )
+    environment = {**os.environ, name: value, "NUMBA_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "\n"), done.stderr
+    less = f"NUMBA_CPU_NAME, NUMBA_CPU_FEATURES or NUMBA_ENABLE_AVX allows less than {current()}: set DSBD_CPU, too"
+    (line,) = (line for line in done.stderr.splitlines() if "sums over the vocabulary" in line)
+    assert (
+        line
+        == f"torch computes the sums over the vocabulary, because the kernels cannot be loaded (RuntimeError: {less})"
+    )
+
+
+def test_verdicts_belong_to_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     digests = set()
     for one in Processor:
         monkeypatch.setattr(verdicts, "current", lambda one=one: one)
-        digests.add(verdicts.fingerprint(ModelSpec("t"), tmp_path))
+        digests.add(verdicts.fingerprint(ModelSpec("t"), []))
     assert len(digests) == len(Processor)
 
 

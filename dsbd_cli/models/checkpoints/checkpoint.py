@@ -17,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from dsbd_cli.config.checking import check_processor
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import ModelError, ModelNotFoundError, UsageError, one_line, shorten
 from dsbd_cli.models.checkpoints import digest
@@ -60,8 +61,9 @@ class Checkpoint:
         `fetch` the small files of the model must be here, and are enough.
 
         Raises ModelNotFoundError, ModelError for a folder that is no checkpoint, and UsageError for adapters that
-        cannot be merged.
+        cannot be merged, or for a wrong DSBD_CPU.
         """
+        check_processor()
         if not fetch:
             _check_cached_adapters(spec)
         location = resolve(spec.source, spec.role)

@@ -43,7 +43,8 @@ def reference(query: Tensor, key: Tensor, value: Tensor, counts: Tensor, scale: 
     scores = by_head @ key.double().unsqueeze(2).transpose(3, 4) * scale
     seen = torch.arange(key.shape[2]) < counts.expand(rows, nodes).unsqueeze(-1)
     scores = scores.masked_fill(~seen[:, None, None], -math.inf)
-    out = torch.softmax(scores, -1).nan_to_num(0.0) @ value.double().unsqueeze(2)
+    shares = torch.softmax(scores, -1).masked_fill((scores == -math.inf).all(-1, keepdim=True), 0.0)
+    out = shares @ value.double().unsqueeze(2)
     return out.flatten(2, 3), scores.logsumexp(-1).flatten(2)
 
 

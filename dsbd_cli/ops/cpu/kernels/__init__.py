@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from llvmlite import binding
 from numba.core import config
+from numba.core.codegen import get_host_cpu_features
 
 from dsbd_cli.ops.processor import current, plain, possible
 
@@ -15,14 +15,15 @@ def _limit_numba() -> None:
     Raises RuntimeError where it would compile for less: LLVM ends the process at an instruction that is missing.
     """
     needed = current().instructions
+    flags = (get_host_cpu_features() if config.CPU_FEATURES is None else config.CPU_FEATURES).split(",")
+    if not needed <= {plain(flag[1:]) for flag in flags if flag.startswith("+")}:
+        variables = "NUMBA_CPU_NAME, NUMBA_CPU_FEATURES or NUMBA_ENABLE_AVX"
+        raise RuntimeError(f"{variables} allows less than {current()}: set DSBD_CPU, too")
     if config.CPU_FEATURES is None and current() < possible()[-1]:
-        flags = binding.get_host_cpu_features().items()
-        kept = {flag for flag, _ in flags if plain(flag) in needed or not flag.startswith(("avx", "amx", "fma"))}
-        config.CPU_FEATURES = ",".join(f"{'+' if here and flag in kept else '-'}{flag}" for flag, here in sorted(flags))
-    if config.CPU_FEATURES is not None:
-        targeted = {plain(flag[1:]) for flag in config.CPU_FEATURES.split(",") if flag.startswith("+")}
-        if not needed <= targeted:
-            raise RuntimeError(f"NUMBA_CPU_FEATURES has less than {current()}: set DSBD_CPU, too")
+        dropped = {
+            flag for flag in flags if flag[1:].startswith(("avx", "amx", "fma")) and plain(flag[1:]) not in needed
+        }
+        config.CPU_FEATURES = ",".join(f"-{flag[1:]}" if flag in dropped else flag for flag in flags)
 
 
 _limit_numba()

@@ -23,8 +23,6 @@ from dsbd_cli.ops.cpu.runtime import distrust, folder_stamp
 from dsbd_cli.ops.processor import current, on_amd
 
 _logger = logging.getLogger(__name__)
-
-
 _reasons: set[str] = set()  # why kernels cannot be kept, as far as a warning has said so
 _told: set[str] = set()  # kernels, as `KernelCompiler.what` names them, whose compilation a warning has told
 
