@@ -55,13 +55,13 @@ class TouchedMemory:
             self._stop()
         if self._used + size > self._touched:
             return None
-        place, self._used = self._used, self._used + size
-        return place
+        start, self._used = self._used, self._used + size
+        return start
 
     def give_back(self) -> None:
         """Give the pages that no part uses back to the system. There are no further parts."""
         self._stop()
-        first, last = (-(-place // mmap.PAGESIZE) * mmap.PAGESIZE for place in (self._used, self._touched))
+        first, last = (-(-end // mmap.PAGESIZE) * mmap.PAGESIZE for end in (self._used, self._touched))
         self._touched = self._used
         if first < last:
             with contextlib.suppress(OSError):  # memory that the process has locked
@@ -94,8 +94,8 @@ def cut_touched(size: int) -> tuple[mmap.mmap, int] | None:
     """Return a block and the place in it where `size` bytes of zeros belong to the caller; None where there are not so
     many."""
     with _lock:
-        place = _begun[0].cut(size) if _begun else None
-        return None if place is None else (_begun[0].memory, place)
+        start = _begun[0].cut(size) if _begun else None
+        return None if start is None else (_begun[0].memory, start)
 
 
 def end_touching() -> None:

@@ -153,7 +153,7 @@ class Ops:
     @property
     def facts(self) -> tuple[tuple[str, str, str], ...]:
         """The report as plain tuples, for processes without torch."""
-        return tuple((one.op, one.backend, one.reason) for one in self.report)
+        return tuple((choice.op, choice.backend, choice.reason) for choice in self.report)
 
     def by(self, backend: Backend) -> tuple[str, ...]:
         """Return the names of the operations that this backend serves, in alphabetical order."""
@@ -164,6 +164,6 @@ class Ops:
         taken = {choice.op for choice in self.report if choice.backend != "torch" and choice.op in names}
         if not taken:
             return self
-        report = tuple(OpChoice(one.op, "torch", reason) if one.op in taken else one for one in self.report)
+        report = tuple(OpChoice(choice.op, "torch", reason) if choice.op in taken else choice for choice in self.report)
         plain = Ops()
         return replace(self, **{name: getattr(plain, name) for name in taken}, report=report)

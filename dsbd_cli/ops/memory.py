@@ -32,8 +32,8 @@ def allocate_zeros(size: int) -> Tensor:
     with torch.inference_mode(False):  # a part of it may be written to outside of that mode
         if size >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):
-                found = torch.frombuffer(map_zeros(size + 2 * HUGE), dtype=torch.uint8)
-                return found.narrow(0, -found.data_ptr() % HUGE, size)
+                mapped = torch.frombuffer(map_zeros(size + 2 * HUGE), dtype=torch.uint8)
+                return mapped.narrow(0, -mapped.data_ptr() % HUGE, size)
         return torch.zeros(size, dtype=torch.uint8, device="cpu")
 
 
@@ -56,13 +56,13 @@ def allocate_weights(size: int) -> Tensor:
     """
     taken = -(-size // CACHE_LINE) * CACHE_LINE
     if size and (part := cut_touched(taken)) is not None:
-        memory, place = part
+        memory, start = part
         with torch.inference_mode(False):
-            return torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=place)
+            return torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=start)
     if size > MOST_SHARED:
         return allocate_zeros(size)
     with _rest.lock:
         if taken > len(_rest.memory):
             _rest.memory = allocate_zeros(SHARED)
-        found, _rest.memory = _rest.memory[:size], _rest.memory[taken:]
-        return found
+        part_of_rest, _rest.memory = _rest.memory[:size], _rest.memory[taken:]
+        return part_of_rest

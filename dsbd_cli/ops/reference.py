@@ -121,7 +121,9 @@ class DeviceLinear:
     def of(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> DeviceLinear:
         """Join the weights [o, i] of the layers, one below the other. biases: [o] of every layer, or all None."""
         some = [bias for bias in biases if bias is not None]
-        return DeviceLinear(torch.cat([*weights]), torch.cat(some) if some else None, [len(one) for one in weights])
+        return DeviceLinear(
+            torch.cat([*weights]), torch.cat(some) if some else None, [len(weight) for weight in weights]
+        )
 
     def compute(self, x: Tensor) -> Tensor:
         """Compute the product: x [..., i] -> [..., o]."""

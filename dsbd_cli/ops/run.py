@@ -103,15 +103,15 @@ class Program:
 
     def compute(self, function: Callable[[], Results]) -> Results:
         self.close()
-        found = function()
-        buffers = [self.empty(*one.shape, dtype=one.dtype) for one in _several(found)]
+        results = function()
+        buffers = [self.empty(*result.shape, dtype=result.dtype) for result in _several(results)]
 
         def step() -> None:
             for buffer, result in zip(buffers, _several(function()), strict=True):
                 buffer.copy_(result)
 
         self._steps.append(step)
-        return cast(Results, buffers[0] if isinstance(found, Tensor) else tuple(buffers))
+        return cast(Results, buffers[0] if isinstance(results, Tensor) else tuple(buffers))
 
     def copy(self, value: Tensor) -> Tensor:
         self.close()

@@ -57,7 +57,7 @@ def ops_for(
     inner size and half head size. CPU kernels need multiples of `layer.STEP`; kernels of triton have a largest width.
     kernels: whether triton's may serve; None: on a GPU only. Where triton is missing, True has no effect.
     """
-    found, report = dict[str, Any](), list[OpChoice]()
+    operations, report = dict[str, Any](), list[OpChoice]()
     missing = "not wanted" if kernels is False else triton_missing(device, asked=bool(kernels))
     names = [name for name in wanted if name in TRITON] if missing is None else []
     faulty = faults(device) if names and device.type == "cuda" else {}
@@ -65,7 +65,7 @@ def ops_for(
     for name in wanted:
         reason = missing or faulty.get(name) or _triton_unfit(name, dtype, widths)
         if name in by_triton and reason is None:
-            found[name], choice = (
+            operations[name], choice = (
                 by_triton[name],
                 OpChoice(name, "triton", f"its results on {device} are those of torch"),
             )
@@ -74,13 +74,13 @@ def ops_for(
             backend = "torch" if kernel is None else kernel.backend
             choice = OpChoice(name, backend, why or reason or f"no kernel serves {device}")
             if name == "linear":
-                found[name] = packed_linear
+                operations[name] = packed_linear
             elif kernel is not None:
-                found[name] = kernel.op
+                operations[name] = kernel.op
         else:
             choice = OpChoice(name, "torch", reason or f"no kernel serves {device}")
         report.append(choice)
-    return Ops(**found, report=tuple(report))
+    return Ops(**operations, report=tuple(report))
 
 
 # kernels of the CPU

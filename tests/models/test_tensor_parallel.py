@@ -59,7 +59,6 @@ def closing() -> Iterator[list[Engine]]:
         engine.target.close()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2 window"])
 def test_two_ranks_give_the_text_of_one_until_one_dies(family: str, tmp_path: Path, closing: list[Engine]) -> None:
     """Families with tied and untied heads, with and without windows; the draft lies on rank 0 alone. Without a rank

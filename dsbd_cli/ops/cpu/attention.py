@@ -148,7 +148,7 @@ def attend(
         *joined, 0 if sinks is None else sinks.data_ptr(), *biased,
         scratch.data_ptr(), scratch.stride(0) * 4, unit == 2, scale, softcap or 0.0,
     )  # fmt: skip
-    kept = [one for one in (sinks, bias) if one is not None]
+    kept = [tensor for tensor in (sinks, bias) if tensor is not None]
     run.launch(compiled()[0], arguments, work, rows * heads * blocks, *kept)
     return out
 

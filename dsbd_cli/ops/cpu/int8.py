@@ -239,7 +239,7 @@ class Int8Product:
     ) -> None:
         """weights: [o, i] of each layer, of one dtype. biases: [o] or None of each. outliers: [k], ascending.
         backend: computes the product. linear: packs weights that are not quantized, or returns None."""
-        self.parts = [len(one) for one in weights]
+        self.parts = [len(weight) for weight in weights]
         self.backend = backend(weights, outliers, joined_bias(weights, biases), linear)
         self.compiled = backend is Compiled
 

@@ -63,15 +63,15 @@ def norm(rms: Norm, x: Tensor, more: Tensor | None = None) -> tuple[Tensor, Tens
     width, unit = x.shape[-1], x.element_size()
     out = run.empty(*x.shape, dtype=x.dtype)
     assert x.dtype == rms.weight.dtype
-    given, given_row, summed = None, 0, NOTHING[x.dtype]
+    added, given_row, summed = None, 0, NOTHING[x.dtype]
     if more is not None:
         assert more.shape == x.shape
         assert more.dtype == x.dtype
-        given, _, given_row = flattened(more)
+        added, _, given_row = flattened(more)
         summed = run.empty(*x.shape, dtype=x.dtype)
     items, share = shares(rows, torch.get_num_threads())
     arguments = NormArguments(
-        0, 0, items, rows, share, width, flat.data_ptr(), row * unit, 0 if given is None else given.data_ptr(),
+        0, 0, items, rows, share, width, flat.data_ptr(), row * unit, 0 if added is None else added.data_ptr(),
         given_row * unit, rms.weight.data_ptr(), out.data_ptr(), summed.data_ptr(), rms.unit_offset, unit == 2, rms.eps,
     )  # fmt: skip
     run.launch(compiled()[0], arguments, rows * width * COSTS, items)
@@ -117,7 +117,7 @@ def rotate(
     arguments = RotateArguments(
         0, 0, items, count, share, nodes, heads, kv_heads, dim, flat.data_ptr(), row * unit, cos.data_ptr(),
         sin.data_ptr(), 0 if angles == 1 else nodes * dim * unit, slots.data_ptr(), out.data_ptr(), keys.data_ptr(),
-        values.data_ptr(), *((0, 0) if norms is None else (one.weight.data_ptr() for one in norms)),
+        values.data_ptr(), *((0, 0) if norms is None else (norm.weight.data_ptr() for norm in norms)),
         norms is not None and norms[0].unit_offset, unit == 2, 0.0 if norms is None else norms[0].eps,
     )  # fmt: skip
     run.launch(compiled()[2], arguments, count * width * COSTS, items)

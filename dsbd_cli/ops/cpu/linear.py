@@ -156,15 +156,15 @@ def row_groups(weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
     """Return the address of each group of SIDES rows of weights [o, i] and the bytes between its rows, [groups, 2]
     int64, and the tensors that the addresses point into. Rows of zeros fill up the last COLUMNS rows."""
     assert all(weight.is_cpu for weight in weights)
-    found, owners = list[Tensor](), [*weights]
+    groups, owners = list[Tensor](), [*weights]
     for weight in weights:
         row = weight.stride(0) * weight.element_size()
         begin = torch.arange(0, len(weight), SIDES) * row + weight.data_ptr()
-        found.append(torch.stack([begin, torch.full_like(begin, row)], 1))
-    if missing := -sum(map(len, found)) % (COLUMNS // SIDES):
+        groups.append(torch.stack([begin, torch.full_like(begin, row)], 1))
+    if missing := -sum(map(len, groups)) % (COLUMNS // SIDES):
         owners.append(torch.zeros_like(weights[0][0]))
-        found.append(torch.tensor([[owners[-1].data_ptr(), 0]]).expand(missing, 2))
-    return torch.cat(found), owners
+        groups.append(torch.tensor([[owners[-1].data_ptr(), 0]]).expand(missing, 2))
+    return torch.cat(groups), owners
 
 
 def row_addresses(weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
@@ -172,10 +172,10 @@ def row_addresses(weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
     tensors that they point into."""
     owners = [weight if weight.stride(1) == 1 else weight.contiguous() for weight in weights]
     assert all(weight.is_cpu for weight in owners)
-    found = [
+    addresses = [
         torch.arange(len(weight)) * (weight.stride(0) * weight.element_size()) + weight.data_ptr() for weight in owners
     ]
-    return _filled(torch.cat(found), COLUMNS), owners
+    return _filled(torch.cat(addresses), COLUMNS), owners
 
 
 class Compiled:
@@ -324,7 +324,7 @@ class PickedRows:
 
     def take(self, ids: Tensor) -> None:
         """Use the rows ids [R, o] int64 of the table as weights from now on."""
-        if [one.outputs for one in self._products] != [ids.shape[1]] * len(ids):
+        if [product.outputs for product in self._products] != [ids.shape[1]] * len(ids):
             self._products = [Compiled([self._table], some) for some in ids]
             return
         for product, some in zip(self._products, ids, strict=True):
@@ -332,8 +332,8 @@ class PickedRows:
 
     def compute(self, x: Tensor) -> Tensor:
         """Compute the products: x [R, n, i] -> [R, n, o]."""
-        found = [product(part, None) for product, part in zip(self._products, x.split(1), strict=True)]
-        return found[0] if len(found) == 1 else torch.cat(found)
+        results = [product(part, None) for product, part in zip(self._products, x.split(1), strict=True)]
+        return results[0] if len(results) == 1 else torch.cat(results)
 
 
 def _filled(weight: Tensor, multiple: int) -> Tensor:

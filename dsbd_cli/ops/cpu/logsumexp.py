@@ -47,5 +47,5 @@ def log_total(values: Tensor, highest: Tensor) -> Tensor | None:
 @functools.cache
 def compiled() -> CpuKernel:
     """Return the kernel, made at the first call."""
-    (found,) = kernels("logsumexp", "totals")
-    return found
+    (kernel,) = kernels("logsumexp", "totals")
+    return kernel

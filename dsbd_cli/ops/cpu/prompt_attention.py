@@ -102,8 +102,8 @@ def scratch_bytes(dim: int, unit: int, block: int) -> int:
     line, wide = COLUMNS * 4, -(-dim // COLUMNS)
     addresses, empty_row = COLUMNS * 8, wide * line
     keys, values = 2 * (dim * unit // 4) * line, SLOTS * unit // 4 * wide * line
-    scores, weights, found = 2 * block * line, block * SLOTS * unit, wide * block * line
-    return addresses + empty_row + keys + values + scores + weights + found + -(-block * 8 // 64) * 64
+    scores, weights, sums = 2 * block * line, block * SLOTS * unit, wide * block * line
+    return addresses + empty_row + keys + values + scores + weights + sums + -(-block * 8 // 64) * 64
 
 
 @functools.cache

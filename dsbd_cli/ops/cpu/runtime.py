@@ -99,8 +99,8 @@ class CpuKernel:
 
 def kernels(module: str, *names: str) -> list[CpuKernel]:
     """Return kernels of a module of `kernels`, which compiles them at its first import (kernels/compiler.py)."""
-    found = importlib.import_module(f"{__package__}.kernels.{module}")
-    return [CpuKernel(getattr(found, name).address) for name in names]
+    module_of_kernels = importlib.import_module(f"{__package__}.kernels.{module}")
+    return [CpuKernel(getattr(module_of_kernels, name).address) for name in names]
 
 
 @functools.cache
@@ -157,17 +157,17 @@ def distrust(folder: Path, source: Path) -> str | None:
     """
     if not hasattr(os, "getuid"):  # a system without owners
         return None
-    given = source.stat() if source.exists() else None
-    owners = {0, os.getuid(), *(() if given is None else (given.st_uid,))}
-    groups = {given.st_gid} if given is not None and given.st_mode & stat.S_IWGRP else set()
-    for place in (folder, *sorted(folder.glob("*.nb[ci]"))):
-        found = place.stat()
-        own = found.st_gid in groups or _private(found.st_gid)
+    source_status = source.stat() if source.exists() else None
+    owners = {0, os.getuid(), *(() if source_status is None else (source_status.st_uid,))}
+    groups = {source_status.st_gid} if source_status is not None and source_status.st_mode & stat.S_IWGRP else set()
+    for file in (folder, *sorted(folder.glob("*.nb[ci]"))):
+        status = file.stat()
+        own = status.st_gid in groups or _private(status.st_gid)
         writers = stat.S_IWOTH if own else stat.S_IWOTH | stat.S_IWGRP
-        if found.st_uid not in owners:
-            return f"{place} belongs to another user: remove it, or name a folder of your own by NUMBA_CACHE_DIR"
-        if found.st_mode & writers:
-            return f"{place} may be written by others: chmod go-w {place}"
+        if status.st_uid not in owners:
+            return f"{file} belongs to another user: remove it, or name a folder of your own by NUMBA_CACHE_DIR"
+        if status.st_mode & writers:
+            return f"{file} may be written by others: chmod go-w {file}"
     return None
 
 
@@ -188,20 +188,20 @@ def team() -> Callable[..., object] | None:
     None where that library has no such function (macOS)."""
     for library in sorted((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*")):
         try:
-            found = ctypes.CDLL(str(library)).GOMP_parallel  # looked up in what the library depends on, too
+            parallel = ctypes.CDLL(str(library)).GOMP_parallel  # looked up in what the library depends on, too
         except (OSError, AttributeError):
             return None
-        found.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
-        found.restype = None
-        return found
+        parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+        parallel.restype = None
+        return parallel
     return None
 
 
 @functools.cache
 def team_address() -> int:
     """Return the address of `team`; 0 where there is none."""
-    found: Any = team()
-    return 0 if found is None else ctypes.cast(found, ctypes.c_void_p).value or 0
+    parallel: Any = team()
+    return 0 if parallel is None else ctypes.cast(parallel, ctypes.c_void_p).value or 0
 
 
 @functools.cache

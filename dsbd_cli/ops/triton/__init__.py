@@ -61,30 +61,30 @@ def differences(kernel: KernelCheck, device: torch.device, seed: int = 0) -> Ite
     """
     generator = torch.Generator().manual_seed(seed)
     for number, case in enumerate(kernel.cases(generator, device)):
-        found, wanted = kernel.op(*case), kernel.reference(*case)
-        for place, (mine, other) in enumerate(zip(_tuple(found), _tuple(wanted), strict=True)):
+        result, wanted = kernel.op(*case), kernel.reference(*case)
+        for index, (mine, other) in enumerate(zip(_tuple(result), _tuple(wanted), strict=True)):
             if fault := _difference(mine, other):
-                yield f"case {number}, result {place}: {fault}"
+                yield f"case {number}, result {index}: {fault}"
                 break
 
 
-def _tuple(found: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return (found,) if isinstance(found, Tensor) else found
+def _tuple(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (result,) if isinstance(result, Tensor) else result
 
 
-def _difference(found: Tensor, wanted: Tensor) -> str:
+def _difference(result: Tensor, wanted: Tensor) -> str:
     """Return how two tensors differ; "" where they do not. NaN equals NaN."""
-    if found.shape != wanted.shape or found.dtype != wanted.dtype:
-        return f"{found.dtype} {list(found.shape)} in place of {wanted.dtype} {list(wanted.shape)}"
-    if found.is_floating_point():
-        close = CLOSE[found.dtype]
-        same = torch.isclose(found, wanted, rtol=close, atol=close, equal_nan=True)
+    if result.shape != wanted.shape or result.dtype != wanted.dtype:
+        return f"{result.dtype} {list(result.shape)} in place of {wanted.dtype} {list(wanted.shape)}"
+    if result.is_floating_point():
+        close = CLOSE[result.dtype]
+        same = torch.isclose(result, wanted, rtol=close, atol=close, equal_nan=True)
     else:
-        same = found == wanted
+        same = result == wanted
     if bool(same.all()):
         return ""
     first = int((~same).flatten().to(torch.int8).argmax())
     return (
-        f"{int((~same).sum())} of {same.numel()} numbers differ, the first {found.flatten()[first].item()} "
+        f"{int((~same).sum())} of {same.numel()} numbers differ, the first {result.flatten()[first].item()} "
         f"in place of {wanted.flatten()[first].item()}"
     )

@@ -178,7 +178,7 @@ def attention_reference(
 ) -> Tensor:
     """Compute `attention` in plain torch: the specification. Its sums are in float64 even where not `exact`."""
     groups = query.shape[1] // key.shape[1]
-    keys, values = (one.repeat_interleave(groups, 1).to(torch.float64) for one in (key, value))
+    keys, values = (tensor.repeat_interleave(groups, 1).to(torch.float64) for tensor in (key, value))
     scores = query.to(torch.float64) @ keys.transpose(2, 3) * scale  # [R, Q, n, S]
     sees = seen | (torch.arange(key.shape[2], device=key.device) < prompt.view(-1, 1, 1))
     weights = torch.softmax(scores.masked_fill(~sees.unsqueeze(1), float("-inf")), -1).nan_to_num(nan=0.0)
@@ -211,7 +211,7 @@ def _cases(generator: torch.Generator, device: torch.device) -> Iterator[Argumen
             seen = torch.rand(rows, nodes, slots, generator=generator) < 0.4
             seen[:, :, -1] = True
             prompt = torch.tensor([slots - 20, 0][:rows])
-            key, value = (one[:, :slots].transpose(1, 2) for one in (keys, values))
+            key, value = (tensor[:, :slots].transpose(1, 2) for tensor in (keys, values))
             for exact in (True, False):
                 yield query, key, value, seen.to(device), prompt.to(device), dim**-0.5, exact
 

@@ -180,7 +180,7 @@ def rotate_kernel(
 
 def rotate(*tensors: Tensor, norms: tuple[Norm, Norm] | None = None) -> Tensor:
     """Compute reference.rotate by a kernel."""
-    parts = () if norms is None else (*(one.weight for one in norms), norms[0].eps, norms[0].unit_offset)
+    parts = () if norms is None else (*(norm.weight for norm in norms), norms[0].eps, norms[0].unit_offset)
     made: Tensor = rotate_op(*tensors, *parts)
     return made
 

@@ -92,22 +92,22 @@ def faults(device: torch.device, command: tuple[str, ...] | None = None) -> dict
         return dict.fromkeys(kernels(), f"needs a GPU of compute capability {needed}, and this one has {own}")
     file = _results_file(device)
     try:
-        found: dict[str, str] = json.loads("" if file is None else file.read_text(encoding="utf-8"))
+        faults_by_name: dict[str, str] = json.loads("" if file is None else file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         kept = os.environ.get("TRITON_CACHE_DIR") or os.path.expanduser("~/.triton/cache")
         logging.getLogger("dsbd_cli").warning(
             "compiling %d GPU kernels (once, %.0f minutes at most; kept in %s)", len(kernels()), TOTAL_S / 60, kept
         )
-        found = _try_all(device, command or (sys.executable, "-P", "-m", __name__, str(device)))
-        passing = any(word in fault for fault in found.values() for word in PASSING)
-        hung = any(HANGS in fault for fault in found.values())  # every load would wait again
+        faults_by_name = _try_all(device, command or (sys.executable, "-P", "-m", __name__, str(device)))
+        passing = any(word in fault for fault in faults_by_name.values() for word in PASSING)
+        hung = any(HANGS in fault for fault in faults_by_name.values())  # every load would wait again
         if file is not None and (hung or not passing):
-            _write_results(file, found)
-    return found
+            _write_results(file, faults_by_name)
+    return faults_by_name
 
 
 def _try_all(device: torch.device, command: Sequence[str]) -> dict[str, str]:
-    left, found, deadline = list(kernels()), dict[str, str](), time.monotonic() + TOTAL_S
+    left, faults_by_name, deadline = list(kernels()), dict[str, str](), time.monotonic() + TOTAL_S
     while left:
         results, end = _run([*command, *left], deadline)
         for line in results:
@@ -115,19 +115,19 @@ def _try_all(device: torch.device, command: Sequence[str]) -> dict[str, str]:
             if name in left:
                 left.remove(name)
                 if fault is not None:
-                    found[name] = fault
+                    faults_by_name[name] = fault
         if left and time.monotonic() >= deadline:
-            found |= dict.fromkeys(left, f"was not tried: all of them together took {TOTAL_S:.0f} s")
+            faults_by_name |= dict.fromkeys(left, f"was not tried: all of them together took {TOTAL_S:.0f} s")
             break
         if left and end is not None and not results:  # the process did not start: what all kernels need is missing
-            found |= dict.fromkeys(left, f"cannot be tried, its process {end}")
+            faults_by_name |= dict.fromkeys(left, f"cannot be tried, its process {end}")
             break
         if left and end is not None:
-            found[left.pop(0)] = end
+            faults_by_name[left.pop(0)] = end
         elif left:
-            found |= dict.fromkeys(left, "was not tried")
+            faults_by_name |= dict.fromkeys(left, "was not tried")
             break
-    return found
+    return faults_by_name
 
 
 def _run(command: Sequence[str], deadline: float) -> tuple[list[tuple[str, str | None]], str | None]:
@@ -212,10 +212,10 @@ def _version(package: str) -> str:
         return "none"
 
 
-def _write_results(file: Path, found: dict[str, str]) -> None:
+def _write_results(file: Path, faults_by_name: dict[str, str]) -> None:
     """Write the results for the next run. Where nothing can be written, that run tries the kernels again."""
     with contextlib.suppress(OSError):
-        write_whole(file, json.dumps(found).encode())
+        write_whole(file, json.dumps(faults_by_name).encode())
 
 
 def _main(arguments: Sequence[str]) -> None:

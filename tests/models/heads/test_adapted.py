@@ -58,10 +58,10 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loads:
     [
         ("qwen3.5", "search", 4, [3, 1]),
         ("qwen3.5", "coupled", 1, [3, 0, 0, 1, 2]),
-        pytest.param("qwen3-next", "coupled", 4, [0, 0, 0, 0, 0, 0, 2, 3], marks=pytest.mark.slow),
-        pytest.param("qwen3.5-moe", "search", 4, [2, 0], marks=pytest.mark.slow),
+        ("qwen3-next", "coupled", 4, [0, 0, 0, 0, 0, 0, 2, 3]),
+        ("qwen3.5-moe", "search", 4, [2, 0]),
         ("deepseek-v3", "search", 4, [3, 1]),
-        pytest.param("glm4-moe", "coupled", 3, [2, 0, 3], marks=pytest.mark.slow),
+        ("glm4-moe", "coupled", 3, [2, 0, 3]),
     ],
 )
 def test_states_and_laws_are_those_of_a_formula(

@@ -378,12 +378,12 @@ def list_slots(at):
             count = types.int64(0)
             for slot in range(start, min(start + width, get_i64(at + L_TOTAL))):
                 if get_u8(seen + slot) != 0:
-                    place = count
+                    end = count
                     # most slots are in order of depth already
-                    while depths != 0 and place > 0 and deeper(depths, get_i32(out + (place - 1) * WORD), slot):
-                        put_i32(out + place * WORD, get_i32(out + (place - 1) * WORD))
-                        place -= 1
-                    put_i32(out + place * WORD, slot)
+                    while depths != 0 and end > 0 and deeper(depths, get_i32(out + (end - 1) * WORD), slot):
+                        put_i32(out + end * WORD, get_i32(out + (end - 1) * WORD))
+                        end -= 1
+                    put_i32(out + end * WORD, slot)
                     count += 1
                     low, high = min(low, slot), max(high, slot + 1)
             put_i32(get_i64(at + L_COUNTS) + (row * nodes + node) * WORD, count)

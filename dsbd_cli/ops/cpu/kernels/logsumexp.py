@@ -41,33 +41,33 @@ PIECE = 64 * FOUR
 
 
 @njit(error_model="numpy")
-def shares(values, narrow, place, highest):
+def shares(values, narrow, start, highest):
     """Return exp(x - highest) of the LANES numbers x from `place` on."""
-    found = load_bf16(values + place * 2) if narrow else load_f32(values + place * WORD)
-    return exp2(mul(sub(found, highest), splat(types.float32(LOG2_E))))
+    vector = load_bf16(values + start * 2) if narrow else load_f32(values + start * WORD)
+    return exp2(mul(sub(vector, highest), splat(types.float32(LOG2_E))))
 
 
 @njit(error_model="numpy")
 def row_total(values, narrow, count, highest):
     """Return the sum of exp(x - highest) over all numbers x of a row."""
-    found, place = types.float64(0), types.int64(0)
+    sum_of_row, start = types.float64(0), types.int64(0)
     most = splat(highest)
     whole = count - count % FOUR
-    while place < whole:
-        end = min(place + PIECE, whole)
+    while start < whole:
+        end = min(start + PIECE, whole)
         a = b = c = d = splat(types.float32(0))
-        while place < end:
-            a = add(a, shares(values, narrow, place, most))
-            b = add(b, shares(values, narrow, place + LANES, most))
-            c = add(c, shares(values, narrow, place + 2 * LANES, most))
-            d = add(d, shares(values, narrow, place + 3 * LANES, most))
-            place += FOUR
-        found += total(add(add(a, b), add(c, d)))
-    while place < count:
-        one = get_bf16(values + place * 2) if narrow else get_f32(values + place * WORD)
-        found += first(exp2(mul(sub(splat(one), most), splat(types.float32(LOG2_E)))))
-        place += 1
-    return types.float32(found)
+        while start < end:
+            a = add(a, shares(values, narrow, start, most))
+            b = add(b, shares(values, narrow, start + LANES, most))
+            c = add(c, shares(values, narrow, start + 2 * LANES, most))
+            d = add(d, shares(values, narrow, start + 3 * LANES, most))
+            start += FOUR
+        sum_of_row += total(add(add(a, b), add(c, d)))
+    while start < count:
+        number = get_bf16(values + start * 2) if narrow else get_f32(values + start * WORD)
+        sum_of_row += first(exp2(mul(sub(splat(number), most), splat(types.float32(LOG2_E)))))
+        start += 1
+    return types.float32(sum_of_row)
 
 
 @compiled.addressed
@@ -80,5 +80,5 @@ def totals(at):
             return
         values = get_i64(at + VALUES) + row * get_i64(at + VALUES_ROW)
         highest = get_f32(get_i64(at + HIGHEST) + row * WORD)
-        found = row_total(values, get_i64(at + NARROW), get_i64(at + COUNT), highest)
-        put_f32(get_i64(at + OUT) + row * WORD, found)
+        total_of_row = row_total(values, get_i64(at + NARROW), get_i64(at + COUNT), highest)
+        put_f32(get_i64(at + OUT) + row * WORD, total_of_row)

@@ -78,7 +78,7 @@ __all__ = (
     "join", "memory_bytes", "pairs", "put", "recurrent_scan", "scan_mask", "scan_pairs", "taps",
 )  # fmt: skip
 
-compiled = KernelCompiler("recurrent layers", seconds=9, layout=LAYOUT)
+compiled = KernelCompiler("recurrent layers", seconds=21, layout=LAYOUT)
 
 # vectors of a tile, and rows of a product whose sums fit into the registers
 SIDE, MOST_ROWS, LESS_ROWS = (4, 6, 3) if current() >= Processor.AVX512 else (2, 3, 2)
