@@ -445,12 +445,10 @@ def scan_pair(at, pair, work):
             scaled(prefix + n * u_row, types.float32(1), state + n * width * WORD, width)
 
 
-@compiled(
-    types.UniTuple(types.int64, 21)(
-        _F4, _I1, _I1, _F4, _F1, _F3, _F4, _F4, _F4, _F4, _F4,
-        _I3, _I2, _I2, _I3, _I2, _I3, _I1, _I2, _I1, _F4,
-    )  # fmt: skip
-)
+_PLAN = (_I3, _I2, _I2, _I3, _I2, _I3, _I1, _I2, _I1)  # arrays of a ScanSchedule
+
+
+@compiled(types.UniTuple(types.int64, 21)(_F4, _I1, _I1, _F4, _F1, _F3, *(_F4,) * 5, *_PLAN, _F4))
 def addresses(state, rows, planes, q, v, beta, query_keys, key_keys, keys, inputs, decays,
               lines, counts, order, groups, sources, blocks, sizes, used, uses, y):  # fmt: skip
     """Return the addresses of the arrays of a ScanArguments. Raises TypeError for another dtype, or gaps."""
