@@ -25,6 +25,7 @@ from dsbd_cli import Engine, MethodConfig, Request, SamplingConfig
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
 from dsbd_cli.models.load_model import load_model
+from dsbd_cli.ops import reference
 from dsbd_cli.ops.cpu import int8, linear
 
 PEAK, PEAK_ROWS = 1536, 512
@@ -38,7 +39,7 @@ def product(name: str) -> Callable[[Tensor], Tensor]:
     if name == "bfloat16":
         made = linear.Compiled([weight])
         return lambda x: made(x, None)
-    return int8.Compiled([weight], torch.arange(int8.OUTLIERS), torch.zeros(PEAK), lambda *_: None)
+    return int8.Compiled([weight], torch.arange(reference.OUTLIERS), torch.zeros(PEAK), lambda *_: None)
 
 
 @torch.inference_mode()

@@ -368,7 +368,7 @@ def _named(tools: Tools) -> dict[str, Mapping[str, object]]:
 
 
 def _read_calls(form: CallForm, text: str, names: Iterable[str]) -> tuple[str, tuple[ToolCall, ...]]:
-    """Return the text without its whole calls, and the calls. known: names of the functions that were given."""
+    """Return the text without its whole calls, and the calls. names: those of the functions that were given."""
     calls: list[ToolCall] = []
     kept: list[str] = []
     decoder = json.JSONDecoder(parse_constant=_refuse_constant)

@@ -59,7 +59,7 @@ def _parts(text: str) -> list[str]:
 def _settings(
     where: str, usage: str, settings: Sequence[Setting[object]], text: str, complete: bool
 ) -> dict[str, Value]:
-    """Return the settings of a text by field. given: what was typed, for messages. Raises UsageError."""
+    """Return the settings of a text by field. where: what was typed, for messages. Raises UsageError."""
     table = {setting.name: setting for setting in settings}
     values: dict[str, Value] = {}
     # a comma that no name follows belongs to the value, which is then a file's name or wrong

@@ -126,7 +126,7 @@ class BaseForestModel:
         self._load_stock = load_stock
         self._stock: Any = None
         self._device, self._cache = device, cache
-        self._metadata: AttentionMetadata | None = None
+        self._metadata: AttentionMetadata | None = None  # of the last forward, where its slots were split
         self._tap: StateTap | None = None
         self._dtype, self._width = torch.float32, 0
         self._head_ids: Tensor | None = None
@@ -283,6 +283,7 @@ class BaseForestModel:
 
     def release(self) -> None:
         """Free the cache's memory."""
+        self._metadata = None
         self._cache.release()
 
     @torch.no_grad()
@@ -380,13 +381,15 @@ class BaseForestModel:
         return batch.tokens.clamp(max=len(self.embeddings) - 1)
 
     def _attention_metadata(self, batch: ForestInput, reading: Reading) -> AttentionMetadata:
-        """Prepare attention for the layers of a forward, and keep this for `by_parts`. reading: of a prompt."""
-        self._metadata = AttentionMetadata.of(batch, self.ops, self.attention, reading)
-        return self._metadata
+        """Prepare attention for the layers of a forward. Keep this for `by_parts` where slots are split: the masks of a
+        prompt are large. reading: of a prompt."""
+        metadata = AttentionMetadata.of(batch, self.ops, self.attention, reading)
+        self._metadata = None if metadata.split is None else metadata
+        return metadata
 
     def _all_split(self, layers: int) -> bool:
         """Return whether this number of layers, which are all, attended by split slots in the last forward."""
-        return self._metadata is not None and self._metadata.split is not None and self._metadata.used == layers
+        return self._metadata is not None and self._metadata.used == layers
 
     def _fitted(self, logits: Tensor, own: int = 0) -> Tensor:
         """Cut or pad logits to the model's width, or cut them to the head's tokens. own: how many of the last columns

@@ -8,6 +8,7 @@ tensors with `gather`.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -196,41 +197,56 @@ class KernelTensors:
         self.tensors = tuple(tensor for tensor in TENSORS if tensor.access[place] != ".")
         self.writes = frozenset(tensor.name for tensor in self.tensors if tensor.access[place] in "wu")
         self.apart = frozenset(tensor.name for tensor in self.tensors if tensor.access[place] == "s")
-        self._taken = tuple((t.owner, t.field, t.name, t.name in self.writes | self.apart) for t in self.tensors)
-        where: dict[str, tuple[str, int, Dim]] = {}
+        # what each call goes through, as plain tuples: the fields of each owner, and the dims that give the sizes
+        self._fields: dict[str, list[tuple[str, str]]] = {}
+        self._dims: dict[str, list[tuple[str, int, int, int]]] = {}
+        sizes = set[str]()
         for tensor in self.tensors:
+            self._fields.setdefault(tensor.owner, []).append((tensor.field, tensor.name))
             for place, dim in enumerate(tensor.shape):
-                if dim.times:
-                    where.setdefault(dim.size, (tensor.name, place, dim))
-        self._where = tuple((size, *source) for size, source in where.items())
+                if dim.times and dim.size not in sizes:
+                    sizes.add(dim.size)
+                    self._dims.setdefault(tensor.name, []).append((dim.size, place, dim.first, dim.times))
 
     def gather(self, **owners: object) -> Tensors:
-        """Return the kernel's tensors by name. Those that it only reads are without gaps. owners: objects, or dicts by
-        field; of one that is left out or empty the kernel gets nothing."""
+        """Return the kernel's tensors by name. owners: objects, or dicts by field; of one that is left out or empty the
+        kernel gets nothing."""
         tensors: Tensors = {}
-        for owner, field, name, as_it_is in self._taken:
-            if source := owners.get(owner):
-                tensor = source[field] if type(source) is dict else getattr(source, field)
-                tensors[name] = tensor if as_it_is else tensor.contiguous()
+        for owner, source in owners.items():
+            if type(source) is dict:
+                if source:
+                    for field, name in self._fields[owner]:
+                        tensors[name] = source[field]
+            else:
+                for field, name in self._fields[owner]:
+                    tensors[name] = getattr(source, field)
         return tensors
 
     def sizes(self, tensors: Tensors) -> dict[str, int]:
         """Return the sizes by name, from the shapes of the tensors."""
-        return {
-            size: (tensors[name].shape[place] - dim.first) // dim.times
-            for size, name, place, dim in self._where
-            if name in tensors
-        }
+        sizes = {}
+        for name, dims in self._dims.items():
+            if (tensor := tensors.get(name)) is not None:
+                shape = tensor.shape
+                for size, place, first, times in dims:
+                    sizes[size] = (shape[place] - first) // times
+        return sizes
 
 
 BEGIN, EXTEND, VERIFY, COMMIT = (KernelTensors(kernel) for kernel in KERNELS)
 
 
+@functools.lru_cache(256)
+def _shapes(owner: str, sizes: tuple[tuple[str, int], ...]) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+    by_name = dict(sizes)
+    return [(tensor.field, tuple(dim.of(by_name) for dim in tensor.shape), tensor.dtype) for tensor in _OWNED[owner]]
+
+
 def empty(owner: str, device: torch.device, **sizes: int) -> dict[str, Tensor]:
     """Return memory for all tensors of an owner, by field. sizes: by the names of SIZES."""
     return {
-        tensor.field: torch.empty([dim.of(sizes) for dim in tensor.shape], dtype=tensor.dtype, device=device)
-        for tensor in _OWNED[owner]
+        field: torch.empty(shape, dtype=dtype, device=device)
+        for field, shape, dtype in _shapes(owner, tuple(sizes.items()))
     }
 
 

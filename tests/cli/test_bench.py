@@ -273,7 +273,7 @@ def test_a_file_of_the_user_s_own_with_a_score_and_options(tmp_path: Path) -> No
     said = " ".join(done.out.split())
     assert "hf-beam-sampling: some line asks for temperature 0, which it does not take" in said
     assert "better/worse: records with a higher/lower score" in said
-    assert "A difference shows only if 9 or more records are scored differently" in said
+    assert "With 4 records no difference can show: it takes 9." in said
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert {line["method"] for line in lines} >= {"greedy", "beam-search", "hf-beam-search"}
     assert {line["tokens"] <= 12 for line in lines} == {True}

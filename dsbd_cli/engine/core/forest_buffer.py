@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from operator import itemgetter
 from types import ModuleType
 
 import torch
@@ -21,6 +22,9 @@ from dsbd_cli.engine.core.noise import stream_keys
 from dsbd_cli.engine.core.slots import Layout, SlotTable, backlog_slots
 from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.ops.layout import BEGIN, EXTEND, FIELDS, FLAGS, empty
+
+# no kernel writes legal states
+_of_nodes = itemgetter(*(item.name for item in fields(LayerNodes) if item.name != "legal_state"))
 
 
 def warp_flags(warp: Warp, *, stops: bool, warps: bool) -> list[bool]:
@@ -227,21 +231,27 @@ class KernelBuffer(ForestBuffer):
             beam=beams, table=table, state=state, forest=self.forest, noise={"keys": self.keys}, backlog=self.backlog
         )
         kernel.begin(tensors, table.positions.shape[1] - 1, sizes.last_position)
+        numbers, flags = self.forest["numbers"].unbind(0), self.forest["flags"].unbind(0)
+        self._all = dict(zip(FIELDS + FLAGS, numbers + flags, strict=True))
+        self._all |= {name: value for name, value in self.forest.items() if name not in ("numbers", "flags")}
+        # a call for each field: to cut out one layer after the other takes several times as long
+        counts = [sizes.roots] + [sizes.drafts] * sizes.layers
+        parts = zip(*(value.split_with_sizes(counts, 1) for value in self._all.values()), strict=True)
+        self._layers = [dict(zip(self._all, part, strict=True)) for part in parts]
         self._nodes: LayerNodes | None = None
 
     @property
     def nodes(self) -> LayerNodes:
         if self._nodes is None:
-            self._nodes = self._part(0, self.sizes.nodes)
+            self._nodes = LayerNodes(*_of_nodes(self._views(None)))
         return self._nodes
 
     def layer(self, number: int) -> LayerNodes:
-        return self._part(*self._range(number))
+        return LayerNodes(*_of_nodes(self._layers[number]))
 
     def input(self, number: int | None = None) -> ForestInput:
-        first, count = self._range(number)
-        own, mask = self._numbers(first, count), self.forest["mask"].narrow(1, first, count)
-        return ForestInput(own["token"], own["position"], own["slot"], mask, self._positions)
+        own = self._views(number)
+        return ForestInput(own["token"], own["position"], own["slot"], own["mask"], self._positions)
 
     def backlog_and_roots(self) -> ForestInput:
         tokens, positions, slots = self.backlog["numbers"].unbind(0)
@@ -279,15 +289,10 @@ class KernelBuffer(ForestBuffer):
         here = self.distribution["log_q"].narrow(1, self.sizes.offset(layer), candidates.tokens.shape[1])
         return DraftDistribution(candidates, here, left[0, :, layer], left[1, :, layer])
 
-    def _numbers(self, first: int, count: int) -> dict[str, Tensor]:
-        """Return the numbers of `count` nodes by name, [R, count] int64 each."""
-        return dict(zip(FIELDS, self.forest["numbers"].narrow(2, first, count).unbind(0), strict=True))
-
-    def _part(self, first: int, count: int) -> LayerNodes:
-        numbers, flags = self._numbers(first, count), self.forest["flags"].narrow(2, first, count).unbind(0)
-        del numbers["slot"], numbers["position"]
-        weight, path_tokens, ancestors = (
-            self.forest[name].narrow(1, first, count) for name in ("weight", "path_tokens", "ancestors")
-        )
-        flagged = dict(zip(FLAGS, flags, strict=True))
-        return LayerNodes(**numbers, **flagged, weight=weight, path_tokens=path_tokens, ancestors=ancestors)
+    def _views(self, number: int | None) -> dict[str, Tensor]:
+        """Return what kernels write about the nodes of a layer, by name; None: about all nodes."""
+        if number is not None:
+            return self._layers[number]
+        if self.sizes.layers == len(self._layers) - 1:
+            return self._all
+        return {name: value.narrow(1, 0, self.sizes.nodes) for name, value in self._all.items()}  # a gate ended it

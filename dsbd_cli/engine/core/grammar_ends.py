@@ -107,7 +107,7 @@ class EndFinder:
         return None
 
     def find_after(self, text: TextEnd, token: int, begun: Tokens, room: int) -> Tokens | None:
-        """Do the same for the text with one more token. known: tokens that complete the text without that token. In
+        """Do the same for the text with one more token. begun: tokens that complete the text without that token. In
         most cases the token ends with the beginning of this completion. Then the rest of it is a completion, and
         nothing is searched. Return None where the token may not follow."""
         spelled, completion = self.speller.bytes_of(token), b"".join(map(self.speller.bytes_of, begun))

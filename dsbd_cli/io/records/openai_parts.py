@@ -13,7 +13,7 @@ CALL_ID_LENGTH = 9  # letters and digits: the only ids that the chat templates o
 
 
 def call_id(key: str, rank: int, index: int) -> str:
-    """Return the id of a call. key: of the row. rank: of the text. place: of the call in the text."""
+    """Return the id of a call. key: of the row. rank: of the text. index: of the call in the text."""
     return hashlib.blake2b(f"{key}:{rank}:{index}".encode(), digest_size=8).hexdigest()[:CALL_ID_LENGTH]
 
 

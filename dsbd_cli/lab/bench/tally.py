@@ -71,7 +71,7 @@ class Tally:
         self.first_error: str | None = None
 
     def add_time(self, round_and_batch: tuple[int, int], tokens: int, window: EnergyWindow, peak: int | None) -> None:
-        """Add one timed window. place: its round and number. peak: bytes; None where it was not measured."""
+        """Add one timed window. peak: bytes; None where it was not measured."""
         self.speeds[round_and_batch] = tokens / window.seconds
         self._tokens += tokens
         self._seconds += window.seconds

@@ -88,7 +88,7 @@ def columns_of(rows: Sequence[BenchRow]) -> list[Column]:
         Column("peak memory", lambda row: bytes_text(row.peak_memory_bytes)),
         Column("J/token", lambda row: _number(row.energy.j_per_token, ".3g")),
         *ratios[1:],
-        Column("layers passed %, by depth", _passed),
+        Column("layers passed % by depth", _passed),
         Column("log-prob/ token", lambda row: _number(row.logprob_per_token, ".3f")),
         Column("KV peak/ request", lambda row: bytes_text(row.kv_peak_bytes)),
         Column("J/token above idle", lambda row: _number(row.energy.j_per_token_above_idle, ".3g")),
@@ -197,11 +197,15 @@ def reading_lines(rows: Sequence[BenchRow]) -> Iterator[str]:
         yield "Scores: mean over the records (95 % interval: Wilson's where all are 0 or 1, else by bootstrap)."
     tests = [test for row in rows for test in row.paired.values()]
     if tests:
-        least = max(tests, key=lambda test: test.records).least
+        largest = max(tests, key=lambda test: test.records)
+        shows = (
+            f"A difference shows only if {largest.least} or more records are scored differently, all one way."
+            if largest.least <= largest.records
+            else f"With {plural(largest.records, 'record')} no difference can show: it takes {largest.least}."
+        )
         yield (
             "better/worse: records with a higher/lower score than the baseline's (p of the exact McNemar test, or of a "
-            "sign-flip test where scores lie between 0 and 1, after Holm's correction over the methods). A difference "
-            f"shows only if {least} or more records are scored differently, all one way."
+            "sign-flip test where scores lie between 0 and 1, after Holm's correction over the methods). " + shows
         )
     yield (
         "tokens/s: delivered tokens of the best beams, median of the windows; ratios: median of neighbouring windows "

@@ -25,7 +25,7 @@ def read_json(path: Path) -> object:
 
 
 def field(value: object, name: str, kind: type[T], where: str) -> T:
-    """Return `value[name]`, which must be of type `kind`. place: the file and the path to `value`, for messages. Raises
+    """Return `value[name]`, which must be of type `kind`. where: the file and the path to `value`, for messages. Raises
     UsageError."""
     if not isinstance(value, dict):
         raise UsageError(f"{where} is {shorten(value)}, but must be an object")

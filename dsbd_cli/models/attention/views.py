@@ -1,5 +1,5 @@
-"""Ways in which the nodes of one forward attend to cached keys, in all layers with the same window. `view_of` chooses:
-nothing else decides how attention is computed.
+"""Ways in which the nodes of one forward attend to cached keys, in all layers with the same window. `view_of` chooses
+among them. Layers of transformers call `attend`, which asks `view_of` where slots are split, and torch elsewhere.
 
 A program holds copies of a forward's views. For a later forward of the same shape their contents are replaced.
 
@@ -70,7 +70,8 @@ def view_of(
     rows: [R], those of key and value; None for the first ones.
     """
     split, paths = mask.split, metadata.ops.path_attention
-    prompts = prompt_kernel(metadata.ops, query, key, value, scoring)
+    # torch reads a source: its leading places are no prompt of ours
+    prompts = None if mask is metadata.source else prompt_kernel(metadata.ops, query, key, value, scoring)
     # the kernel of a GPU reads no mask of the prompt and computes no caps
     if split is not None and split.kernel is not None and mask.whole and scoring.plain:
         return MaskView(mask, by_kernel, rows)
@@ -144,10 +145,10 @@ def attend(
     given: the mask that the layer has. metadata: None outside of a forest. Returns None where torch's own function
     serves (`forest.by_mask`).
     """
-    if metadata is not None and metadata.split is not None and (mask := metadata.find(given)) is not None:
+    if metadata is not None and (mask := metadata.find(given)) is not None and mask.split is not None:
         if mask is metadata.source:
             scoring = replace(scoring, bias=None)  # T5 passes zeros, because a source has no distance to an answer
-        if metadata.split.exact or (mask.whole and scoring.plain):
+        if mask.split.exact or (mask.whole and scoring.plain):
             metadata.used += 1
             return view_of(metadata, mask, query, key, value, scoring).attend(query, key, value, scoring)
     if metadata is not None and metadata.first_slot is not None and given is not None and scoring.bias is None:

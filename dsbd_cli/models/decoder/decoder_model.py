@@ -145,7 +145,7 @@ class DecoderForestModel(BaseForestModel):
 
     @property
     def by_parts(self) -> bool:
-        return self._metadata is not None and self._metadata.split is not None
+        return self._metadata is not None
 
     @property
     def slower_forwards(self) -> int:

@@ -99,7 +99,7 @@ class HeadTensors(Mapping[str, Callable[[], Tensor]]):
         return len(self._tensors)
 
     def refuse_rest(self, used: frozenset[str] = frozenset()) -> None:
-        """Raise ModelError for a tensor that was not read. known: names that may be left."""
+        """Raise ModelError for a tensor that was not read. used: names that may be left."""
         rest = sorted(name for name in self._tensors.keys() - self.taken - used if "rotary_emb" not in name)
         if rest:
             raise ModelError(f"the tensor {rest[0]} is not known here")

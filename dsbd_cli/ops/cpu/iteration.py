@@ -56,12 +56,16 @@ def fits(rule: str, *, recorded: bool = False) -> bool:
 def _run(takes: KernelTensors, tensors: Tensors, numbers: dict[str, int], work: int, memory: int = 0) -> None:
     """Run a kernel. numbers: sizes and others. work: multiplications, about. memory: bytes that each thread works
     in."""
-    rows, run, addresses = numbers["rows"], compiled()[takes.kernel], {}
+    rows, run, addresses, copies = numbers["rows"], compiled()[takes.kernel], {}, []
     for tensor in takes.tensors:
-        if (value := tensors.get(tensor.name)) is not None:
-            assert value.dtype == tensor.dtype, (tensor.name, value.dtype)
-            assert value.is_contiguous() or tensor.name in takes.apart, (tensor.name, value.shape, value.stride())
-            addresses[tensor.name] = value.data_ptr()
+        name = tensor.name
+        if (value := tensors.get(name)) is not None:
+            assert value.dtype is tensor.dtype, (name, value.dtype)
+            if not value.is_contiguous() and name not in takes.apart:
+                assert name not in takes.writes, (name, value.shape, value.stride())
+                value = value.contiguous()
+                copies.append(value)  # so that it lives until the kernel has run
+            addresses[name] = value.data_ptr()
     if memory:
         memory = -(-memory // CACHE_LINE) * CACHE_LINE  # no two threads share a line of the cache
         room = torch.empty(run.threads(work, rows), memory, dtype=torch.uint8, device="cpu")
@@ -77,7 +81,7 @@ def begin(tensors: Tensors, trash: int, last_position: int) -> None:
     """
     sizes = BEGIN.sizes(tensors)
     work = sizes["rows"] * sizes["roots"] * sizes["slots"]
-    _run(BEGIN, tensors, {**sizes, "trash": trash, "last_position": last_position}, work)
+    _run(BEGIN, tensors, sizes | {"trash": trash, "last_position": last_position}, work)
 
 
 def extend(

@@ -9,10 +9,10 @@ import ctypes
 import functools
 import importlib
 from collections import namedtuple
+from struct import Struct
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from dsbd_cli.ops.cpu.kernels.schedule import ScanSchedule
 
 Array = NDArray[Any]
-_DTYPES = np.dtype(np.float32), np.dtype(np.int64)
 _ARRAYS = (
     "state", "rows", "planes", "q", "v", "beta", "query_keys", "key_keys", "keys", "inputs", "decays",
     "lines", "counts", "order", "groups", "sources", "blocks", "sizes", "used", "uses", "y",
@@ -48,8 +47,10 @@ _names = [field[0] for field in ScanArguments._fields_]
 _Offsets: Any = namedtuple("Offsets", _names)  # type: ignore[misc]
 AT = _Offsets(*offsets(ScanArguments))
 LAYOUT = layout(ScanArguments)
+_PACKED = Struct(f"{len(_names)}q")
 
 
+@functools.cache
 def compiled() -> ModuleType:
     """Return the kernels, made at the first call."""
     return importlib.import_module(f"{__package__}.kernels.scan")
@@ -72,22 +73,20 @@ def recurrent_scan(
     [R, n, 0] where the planes have u already. query_keys, key_keys: `pairs` of q, and of each node's own key where
     there are betas; not read where decays are per channel. All arrays are contiguous, and float32 or int64.
     """
-    heads, dim, width = state.shape[1:]
-    items, corrects, tile = len(rows) * heads, beta.shape[2] > 0, compiled().TILE
-    wide = -(-width // tile) * tile
-    arrays = (state, rows, planes, q, v, beta, query_keys, key_keys, keys, inputs, decays, *plan[:9], y)
-    for array in arrays:
-        assert array.flags.c_contiguous, array.shape
-        assert array.dtype in _DTYPES, array.dtype
-    memory = compiled().memory_bytes(dim, wide, keys.shape[1], plan.buffers)
-    memory = -(-memory // CACHE_LINE) * CACHE_LINE  # no two threads share a line of the cache
-    # a product with a state for each node and each group
-    nodes, most = plan.lines.shape[1], plan.groups.shape[1]
-    work = items * dim * width * (nodes * (1 + corrects) + most)
-    room = torch.empty(_kernel().threads(work, items), memory, dtype=torch.uint8, device="cpu")
-    arguments = ScanArguments(
-        0, 0, items, room.data_ptr(), memory, heads, keys.shape[2], dim, width, wide, keys.shape[1],
-        nodes, most, plan.used.shape[1], plan.buffers, corrects, decays.shape[3], plan.keep, step,
-        *(array.__array_interface__["data"][0] for array in arrays),
+    kernels, kernel, (heads, dim, width) = compiled(), _kernel(), state.shape[1:]
+    items, corrects, places, nodes, most = (
+        len(rows) * heads, beta.shape[2] > 0, keys.shape[1], plan.lines.shape[1], plan.groups.shape[1]
     )  # fmt: skip
-    _kernel()(arguments, work, items)
+    wide = -(-width // kernels.TILE) * kernels.TILE
+    memory = kernels.memory_bytes(dim, wide, places, plan.buffers)
+    memory = -(-memory // CACHE_LINE) * CACHE_LINE  # no two threads share a line of the cache
+    work = items * dim * width * (nodes * (1 + corrects) + most)  # a product with a state for each node and each group
+    room = torch.empty(kernel.threads(work, items) * memory, dtype=torch.uint8, device="cpu")
+    addresses = kernels.addresses(
+        state, rows, planes, q, v, beta, query_keys, key_keys, keys, inputs, decays, *plan[:9], y
+    )
+    numbers = _PACKED.pack(  # takes half as long as to write one field after the other
+        0, 0, items, room.data_ptr(), memory, heads, keys.shape[2], dim, width, wide, places,
+        nodes, most, plan.used.shape[1], plan.buffers, corrects, decays.shape[3], plan.keep, step, *addresses,
+    )  # fmt: skip
+    kernel(ScanArguments.from_buffer_copy(numbers), work, items)

@@ -20,6 +20,7 @@ def operator(takes: KernelTensors, numbers: str) -> Callable[[Callable[..., None
     numbers: the further arguments, as in a schema of torch.library.
     """
     names = [tensor.name for tensor in takes.tensors if tensor.owner != "own"]  # no kernel of a GPU has rows' own W
+    as_they_are = takes.writes | takes.apart
 
     def made(function: Callable[..., None]) -> Callable[..., None]:
         def run(tensors: list[Tensor], *arguments: Any) -> None:
@@ -31,7 +32,8 @@ def operator(takes: KernelTensors, numbers: str) -> Callable[[Callable[..., None
         registered.register_fake(lambda *arguments: None)
 
         def call(tensors: Tensors, *arguments: Any) -> None:
-            registered([tensors[name] for name in names if name in tensors], *arguments)
+            values = {name: tensors[name] for name in names if name in tensors}
+            registered([v if name in as_they_are else v.contiguous() for name, v in values.items()], *arguments)
 
         call.__doc__ = function.__doc__
         return call

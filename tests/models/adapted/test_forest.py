@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ import torch
 from dsbd_cli.engine.protocols import ForestInput, ForestModel
 from dsbd_cli.models.adapted.attention import NAME, same_logits
 from dsbd_cli.models.adapted.causal import CausalForestModel
+from dsbd_cli.models.attention.metadata import AttentionMetadata, LayerMask
 from tests.helpers.tiny import FIT, Row, build, forest_input, plain_logits, worst
 
 SLOTS = 64
@@ -148,6 +152,32 @@ def test_no_logits_writes_the_same_cache() -> None:
     assert not runs
     nodes = [grow(rng, rows[0], free, 5)]
     assert worst(forest, plain, rows, nodes, forest_input(rows, nodes, SLOTS, TRASH)) < 1e-4
+
+
+def test_a_forward_leaves_no_large_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the mask of a long prompt, hundreds of megabytes, and those of a forest in a model that is given back."""
+    rng = random.Random(6)
+    forest = CausalForestModel(build("mistral window"), "mistral")
+    forest.reserve(1, SLOTS)
+    rows, nodes = prompts(rng, [list(range(TRASH))], [6])
+    masks: list[weakref.ref[LayerMask]] = []
+    add = AttentionMetadata.add
+
+    def noted(*given: Any, **more: Any) -> LayerMask:
+        mask = add(*given, **more)
+        masks.append(weakref.ref(mask))
+        return mask
+
+    monkeypatch.setattr(AttentionMetadata, "add", noted)
+    for chain in (True, False):
+        batch = forest_input(rows, nodes, SLOTS, TRASH)
+        forest.forward(replace(batch, prompt_slots=(0,), suffix=SLOTS, chain=chain))
+        if not chain:
+            assert forest.by_parts
+            forest.release()
+        gc.collect()
+        assert masks
+        assert not any(mask() for mask in masks)
 
 
 def test_facts_and_clear() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from dsbd_cli.models.attention import forest, metadata, views
 from dsbd_cli.models.attention.forest import Scoring
 from dsbd_cli.models.attention.metadata import AttentionMetadata, Split
-from dsbd_cli.ops.cpu import attention
+from dsbd_cli.ops.cpu import attention, prompt_attention
 from dsbd_cli.ops.interface import Ops
 from dsbd_cli.ops.processor import Processor, current, on_amd
 
@@ -101,14 +101,17 @@ def way(
     scoring: Scoring | None = None,
     kernels: bool = True,
     dim: int = 64,
+    source: bool = False,
     **prompt: Any,
 ) -> str:
-    """Name of the view that is chosen, and of the function that it calls."""
+    """Name of the view that is chosen, and of the function that it calls. source: the mask is that of a source."""
     module: Any = SimpleNamespace(takes=always, list_slots=lambda *_: None)
     ops = Ops(path_attention=module, prompt_attention=module) if kernels else Ops()
     forward = AttentionMetadata(ops, split, **prompt)
     query, key = torch.zeros(1, 4, 3, dim), torch.zeros(1, 2, 128, dim)
     mask = forward.add(torch.ones(1, 3, 128, dtype=torch.bool), torch.float32, whole=whole)
+    if source:
+        forward.source = forward.masks.pop()
     view = views.view_of(forward, mask, query, key, key, scoring or Scoring(1.0))
     if isinstance(view, views.PathView):
         return "paths beside " + ("prompts" if view.prompt else "torch" if view.prompt_slots else "nothing")
@@ -136,6 +139,38 @@ def test_the_first_way_that_fits_is_taken() -> None:
     assert way(Split.of((40,), 32)) == "paths beside nothing"
     assert way(Split.of((96,), 32), kernels=False) == "by_parts"
     assert way(Split.without_suffix((96,)), whole=False) == "by_parts"
+    assert way(Split.without_suffix((96,)), whole=False, source=True) == "by_parts"
+    assert way(Split.of((100,), 1), source=True) == "paths beside torch"
+
+
+def test_a_source_without_a_mask_has_torchs_bits() -> None:
+    """Guards speech, whose decoder sees all places: the kernel of prompts sums them in another order than torch."""
+
+    def heard(**kernels: Any) -> Tensor:
+        forward = AttentionMetadata(Ops(path_attention=attention, **kernels), Split.of((0,), 8))  # type: ignore[arg-type]
+        places = torch.ones(1, 3, 100, dtype=torch.bool)
+        forward.source = metadata.LayerMask(places, torch.float32, Split.of((100,), 1), whole=True)
+        generator = torch.Generator().manual_seed(5)
+        query, key, value = (torch.randn(1, 4, count, 64, generator=generator) for count in (3, 100, 100))
+        out = views.attend(forward, query, key, value, None, Scoring(0.125))
+        assert out is not None
+        assert forward.used == 1
+        return out
+
+    assert torch.equal(heard(prompt_attention=prompt_attention), heard())
+
+
+def test_a_source_is_computed_in_parts_where_a_forward_promises_no_bits() -> None:
+    """Guards caps over a source on a GPU, whose forward is split for its kernel alone."""
+    forward = AttentionMetadata(Ops(), Split((0,), 8, exact=False, kernel=always))
+    places = torch.ones(1, 3, 100, dtype=torch.bool)
+    forward.source = metadata.LayerMask(places, torch.float32, Split.of((0,), 100), whole=True)
+    states = torch.rand(1, 2, 3, 32), torch.rand(1, 2, 100, 32), torch.rand(1, 2, 100, 32)
+    scoring = Scoring(0.2, softcap=5.0)
+    out = views.attend(forward, *states, None, scoring)
+    assert out is not None
+    assert forward.used == 1
+    assert torch.equal(out, forest.by_parts(forward.source, *states, scoring))
 
 
 def test_a_mask_is_found_by_its_memory_and_a_models_own_is_not() -> None:

@@ -41,6 +41,7 @@ def made(source: str | Path) -> list[int]:
         names = runpy.run_path(str(source), names)
     else:
         exec(source, names)
+    compiled._told.clear()  # as in another process
     compiler = KernelCompiler("tests", seconds=1)
     counts = compiler(types.int64(types.int64))(names["more"])
     return [counts(3), answer(CpuKernel(compiler.addressed(names["put"]).address))]
@@ -58,6 +59,7 @@ def put(at):
 @pytest.fixture(autouse=True)
 def _nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "_reasons", set())
+    monkeypatch.setattr(compiled, "_told", set())
 
 
 @pytest.fixture
@@ -74,6 +76,16 @@ def test_what_is_compiled_is_told_once_and_kept(tmp_path: Path, told: Any, caplo
         caplog.clear()
         assert made(kernels) == [4, 7]
         assert told() == lines
+
+
+def test_files_that_share_a_name_are_told_once(tmp_path: Path, told: Any) -> None:
+    """Guards a line for each file of the kernels of recurrent layers."""
+    for name in ("first", "second"):
+        source = tmp_path / f"{name}.py"
+        source.write_text("def more(n):\n    return n + 1\n")
+        kernel = KernelCompiler("tests", seconds=1)(types.int64(types.int64))(runpy.run_path(str(source))["more"])
+        assert kernel(3) == 4
+    assert told() == [f"compiling the kernels of tests (once, kept in {tmp_path / '__pycache__'}, about 1 s)"]
 
 
 def test_a_full_folder_costs_only_time(tmp_path: Path, told: Any, monkeypatch: pytest.MonkeyPatch) -> None:

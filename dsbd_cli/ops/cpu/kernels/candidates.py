@@ -21,7 +21,7 @@ from dsbd_cli.ops.cpu.kernels.simd import (
     take,
 )
 
-compiled = KernelCompiler("candidates", seconds=2, layout=LAYOUT)
+compiled = KernelCompiler("iterations", seconds=11, layout=LAYOUT)
 
 
 @njit(error_model="numpy")

@@ -24,14 +24,16 @@ from dsbd_cli.ops.processor import current, on_amd
 
 _logger = logging.getLogger(__name__)
 _reasons: set[str] = set()  # why kernels cannot be kept, as far as a warning has said so
+_told: set[str] = set()  # kernels, as `KernelCompiler.what` names them, whose compilation a warning has told
 
 
 class KernelCompiler:
     """A maker of kernels from the functions of one file. It warns when the first of them is not found on disk and has
     to be compiled, and when they cannot be kept.
 
-    what: what the kernels compute, for these warnings. seconds: about how long it takes to compile them. layout: a
-    number that changes with the fields of the kernels' arguments.
+    what: what the kernels compute, for these warnings; files that are used together share it, and are told once.
+    seconds: about how long it takes to compile them, all of these files. layout: a number that changes with the fields
+    of the kernels' arguments.
     """
 
     def __init__(self, what: str, seconds: int, layout: int = 0) -> None:
@@ -196,12 +198,12 @@ class _CompileListener(Listener):  # type: ignore[misc]
     """
 
     def __init__(self, what: str, seconds: int) -> None:
-        self._what, self._seconds, self._announced = what, seconds, False
+        self._what, self._seconds = what, seconds
         self.folder: Path | None = None
 
     def on_start(self, event: Event) -> None:
-        if not self._announced:
-            self._announced = True
+        if self._what not in _told:
+            _told.add(self._what)
             kept = "" if self.folder is None else f"once, kept in {self.folder}, "
             _logger.warning("compiling the kernels of %s (%sabout %d s)", self._what, kept, self._seconds)
 

@@ -78,7 +78,7 @@ __all__ = (
     "join", "memory_bytes", "pairs", "put", "recurrent_scan", "scan_mask", "scan_pairs", "taps",
 )  # fmt: skip
 
-compiled = KernelCompiler("recurrent layers", seconds=9, layout=LAYOUT)
+compiled = KernelCompiler("recurrent layers", seconds=21, layout=LAYOUT)
 
 # vectors of a tile, and rows of a product whose sums fit into the registers
 SIDE, MOST_ROWS, LESS_ROWS = (4, 6, 3) if current() >= Processor.AVX512 else (2, 3, 2)
@@ -443,6 +443,21 @@ def scan_pair(at, pair, work):
     if keep and wide != width:
         for n in range(dim):
             scaled(prefix + n * u_row, types.float32(1), state + n * width * WORD, width)
+
+
+_PLAN = (_I3, _I2, _I2, _I3, _I2, _I3, _I1, _I2, _I1)  # arrays of a ScanSchedule
+
+
+@compiled(types.UniTuple(types.int64, 21)(_F4, _I1, _I1, _F4, _F1, _F3, *(_F4,) * 5, *_PLAN, _F4))
+def addresses(state, rows, planes, q, v, beta, query_keys, key_keys, keys, inputs, decays,
+              lines, counts, order, groups, sources, blocks, sizes, used, uses, y):  # fmt: skip
+    """Return the addresses of the arrays of a ScanArguments. Raises TypeError for another dtype, or gaps."""
+    return (
+        state.ctypes.data, rows.ctypes.data, planes.ctypes.data, q.ctypes.data, v.ctypes.data, beta.ctypes.data,
+        query_keys.ctypes.data, key_keys.ctypes.data, keys.ctypes.data, inputs.ctypes.data, decays.ctypes.data,
+        lines.ctypes.data, counts.ctypes.data, order.ctypes.data, groups.ctypes.data, sources.ctypes.data,
+        blocks.ctypes.data, sizes.ctypes.data, used.ctypes.data, uses.ctypes.data, y.ctypes.data,
+    )  # fmt: skip
 
 
 def memory_bytes(dim: int, wide: int, places: int, buffers: int) -> int:
