@@ -59,8 +59,8 @@ def check_rows(
     makes of its row, and that it stays there.
 
     limit, atol: of the difference from the reference. ours: not torch's, whose bits may change with the number of
-    threads. at: the place of a number that is none. exact: columns with the bits of the reference. counts: of threads. infinite:
-    what an infinity makes of its row is that of the reference, too.
+    threads. at: the place of a number that is none. exact: columns with the bits of the reference. counts: of threads.
+    infinite: what an infinity makes of its row is that of the reference, too.
     """
     limits, before = (
         {"rtol": limit, "atol": limit if atol is None else atol, "equal_nan": True},
