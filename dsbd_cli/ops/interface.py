@@ -106,10 +106,10 @@ class Ops:
             are.
         pick: takes a table [V, i] and a dtype; returns products of each row of a batch with its own rows of the table.
         path_attention: a module. `list_slots` lists the slots that each node sees by depth, `attend` attends to them
-            with query [R, Q, n, E] and returns [R, n, Q, E], `takes` returns whether it serves these tensors. None: the
+            with query [R, Q, n, E] and returns [R, n, Q, E], `fits` returns whether it serves these tensors. None: the
             model computes attention over the suffix in torch.
         prompt_attention: a module. `attend` attends with query [R, Q, n, E] to the first slots of each row, as many as
-            each node sees, and returns [R, K, m, E] with m = n Q / K and natural log-sums [R, K, m]; `takes` as above.
+            each node sees, and returns [R, K, m, E] with m = n Q / K and natural log-sums [R, K, m]; `fits` as above.
             None: torch's own attention serves.
         attention: attends with query [R, Q, n, E] to slots by a mask; returns [R, Q, n, E], or None for heads that it
             does not support. None: torch's own attention serves.

@@ -151,7 +151,7 @@ def _commit(beams: int, window: int) -> ModuleType:
 
 def pick(table: Tensor, dtype: torch.dtype) -> RowsLinear:
     """Return products with picked rows of a table [V, i]. They are packed if the kernel can read the table as it is."""
-    if table.dtype != dtype or not linear.Compiled.takes(table) or table.stride(1) != 1:
+    if table.dtype != dtype or not linear.Compiled.fits(table) or table.stride(1) != 1:
         return reference.PickedRows(table, dtype)
     return linear.PickedRows(table)
 
@@ -253,7 +253,7 @@ def packed_linear(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) ->
     """
     like = weights[0]
     for kernel in TABLE:
-        mine = (kernel.name, kernel.weights) == ("linear", "plain") and kernel.op.takes(like)
+        mine = (kernel.name, kernel.weights) == ("linear", "plain") and kernel.op.fits(like)
         if mine and _missing(kernel, like.dtype, frozenset()) is None:
             return linear.PackedProduct(weights, biases, kernel.op)
     return None

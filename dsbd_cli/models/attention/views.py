@@ -87,7 +87,7 @@ def view_of(
     if split.kernel is not None or unlike or scoring.softcap is not None or scoring.bias is not None:
         mask = mask.unsplit
     # kernels of a CPU visit the slots that each node sees
-    if paths is not None and paths.takes(query, key, value) and mask.split is not None and mask.split.width:
+    if paths is not None and paths.fits(query, key, value) and mask.split is not None and mask.split.width:
         queries = filled_queries(query.shape[1], key.shape[1], mask.seen.shape[1], query.shape[3])
         return PathView.of(mask, paths, prompts, queries)
     # torch over all slots of the suffix, in float64
@@ -97,7 +97,7 @@ def view_of(
 def prompt_kernel(ops: Ops, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> ModuleType | None:
     """Return the kernel that attends to prompts in layers with such states; None where torch does."""
     kernel = ops.prompt_attention
-    return kernel if kernel is not None and scoring.softcap is None and kernel.takes(query, key, value) else None
+    return kernel if kernel is not None and scoring.softcap is None and kernel.fits(query, key, value) else None
 
 
 @dataclass(slots=True)

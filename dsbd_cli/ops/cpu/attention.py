@@ -79,7 +79,7 @@ def list_slots(seen: Tensor, starts: Tensor, width: int, depths: Tensor | None) 
     return SlotPaths(slots, counts, bounds, max(end - first for first, end in bounds.tolist()), total)
 
 
-def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Return whether the kernel supports these tensors. Only dtype and layout decide it, never the number of nodes,
     rows or slots, which would change bits in the middle of a text."""
     same = query.dtype in FLOATS and query.dtype == key.dtype == value.dtype

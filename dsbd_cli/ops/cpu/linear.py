@@ -182,7 +182,7 @@ class Compiled:
     """Weights for our kernel: lines, or the rows of the given tensors, which must not change."""
 
     @staticmethod
-    def takes(weight: Tensor) -> bool:
+    def fits(weight: Tensor) -> bool:
         """Return whether a row of the weights [o, i] fills whole words of four bytes."""
         return weight.shape[1] * weight.element_size() % 4 == 0
 
@@ -236,7 +236,7 @@ class Torch:
     out, because in a narrower product the bits of a row depend on the other rows."""
 
     @staticmethod
-    def able(dtype: torch.dtype) -> bool:
+    def fits_dtype(dtype: torch.dtype) -> bool:
         """Return whether torch has packed products, and for bfloat16 whether the processor multiplies it itself."""
         if not torch.backends.mkldnn.is_available():
             return False
@@ -244,7 +244,7 @@ class Torch:
         return dtype == torch.float32 or bool(check is not None and check())
 
     @staticmethod
-    def takes(weight: Tensor) -> bool:
+    def fits(weight: Tensor) -> bool:
         """Return True: all weights [o, i] can be packed."""
         return True
 
@@ -344,7 +344,7 @@ def _filled(weight: Tensor, multiple: int) -> Tensor:
 
 def fault(backend: type[Compiled] | type[Torch], dtype: torch.dtype) -> str | None:
     """Return what is wrong with the packed products of a backend; None where they are the plain ones."""
-    if dtype not in FLOATS or (backend is Torch and not Torch.able(dtype)):
+    if dtype not in FLOATS or (backend is Torch and not Torch.fits_dtype(dtype)):
         return NOTHING_PACKS
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(96, 64, generator=generator).to(dtype)

@@ -46,7 +46,7 @@ ATTEND = offsets(PromptArguments)
 LAYOUT = layout(PromptArguments, constants=(SLOTS, QUERIES))
 
 
-def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Return whether the kernel supports these tensors. Only dtype and layout decide it, never the number of nodes,
     rows or slots, which would change bits in the middle of a text."""
     same = query.dtype in FLOATS and query.dtype == key.dtype == value.dtype

@@ -18,7 +18,7 @@ from dsbd_cli.ops.processor import Processor, current, on_amd
 
 
 def in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "takes", lambda *_: False)
+    monkeypatch.setattr(attention, "fits", lambda *_: False)
 
 
 def of_split(split: Split, seen: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ def code(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "takes", lambda *_: False)
+    monkeypatch.setattr(attention, "fits", lambda *_: False)
 
 
 @pytest.mark.usefixtures("code")
@@ -196,7 +196,7 @@ def narrow_sums(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's fused kernel attends to prompts."""
-    monkeypatch.setattr(prompt_attention, "takes", lambda *_: False)
+    monkeypatch.setattr(prompt_attention, "fits", lambda *_: False)
 
 
 def odd_remainders(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,7 +156,7 @@ def test_it_gives_what_the_torch_code_gives(name: str, dtype: torch.dtype, monke
     case = CASES[name](dtype)
     ours, wanted = case.run(), case.reference()
     assert (ours.double() - wanted).abs().max() <= LIMIT[dtype] * max(1.0, float(wanted.abs().max()))
-    monkeypatch.setattr(cpu_attention, "takes", lambda *_: False)
+    monkeypatch.setattr(cpu_attention, "fits", lambda *_: False)
     torch.testing.assert_close(ours, case.run(), rtol=LIMIT[dtype], atol=LIMIT[dtype])
 
 
@@ -167,8 +167,8 @@ def test_the_kernel_was_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_attention, "attend", lambda *a, **k: calls.append(1) or attend(*a, **k))
     draw(1, torch.bfloat16).run()
     assert calls
-    assert not cpu_attention.takes(*(torch.zeros(1, 1, 1, 64, dtype=torch.float16),) * 3)
-    assert not cpu_attention.takes(*(torch.zeros(1, 1, 64, 1).transpose(2, 3)[..., ::2],) * 3)
+    assert not cpu_attention.fits(*(torch.zeros(1, 1, 1, 64, dtype=torch.float16),) * 3)
+    assert not cpu_attention.fits(*(torch.zeros(1, 1, 64, 1).transpose(2, 3)[..., ::2],) * 3)
 
 
 def scattered(case: Case, seed: int) -> Case:

@@ -123,7 +123,7 @@ def test_threads_and_blocks_do_not_change_bits(dtype: torch.dtype, monkeypatch: 
 
 def test_heads_of_other_sizes_are_left_to_torch() -> None:
     query, key, value = drawn(torch.float32, rows=1, heads=1, groups=1, nodes=1, slots=3, dim=64)
-    assert prompt_attention.takes(query, key, value)
-    assert not prompt_attention.takes(query[..., :40], key[..., :40], value[..., :40])
-    assert not prompt_attention.takes(query, key, value.bfloat16())
-    assert not prompt_attention.takes(query, key.transpose(2, 3), value)
+    assert prompt_attention.fits(query, key, value)
+    assert not prompt_attention.fits(query[..., :40], key[..., :40], value[..., :40])
+    assert not prompt_attention.fits(query, key, value.bfloat16())
+    assert not prompt_attention.fits(query, key.transpose(2, 3), value)
