@@ -32,7 +32,7 @@ from dsbd_cli.engine.iteration.iteration import Iteration, IterationShape
 from dsbd_cli.engine.iteration.iteration_kernels import verification_kernel
 from dsbd_cli.engine.iteration.state import BatchState, NewRow
 from dsbd_cli.ops.layout import COMPLETION, DRAFT, RESIDUAL
-from dsbd_cli.ops.triton import draft, verify
+from dsbd_cli.ops.triton import draft, rejection, verify
 from tests.exact.trees import ROOT, Beam, Model, Path, child
 from tests.ops.triton import DEVICE
 from tests.oracles.rules import Chooser, beam_step, enumerate_distribution, total_variation
@@ -71,10 +71,10 @@ class Noise:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.chooser: Chooser | None = None
         self.streams: dict[int, int] = {}  # key -> stream
-        for module in (draft, verify):
+        for module in (draft, rejection, verify):
             monkeypatch.setattr(module, "perturbed", self.perturbed)
         monkeypatch.setattr(verify, "uniform", lambda key, index: (index >= 0).to(verify.tl.float64))
-        monkeypatch.setattr(verify, "passes", self.passes)
+        monkeypatch.setattr(rejection, "passes", self.passes)
 
     def perturbed(self, logs: Any, key: Any, index: Any) -> Any:
         """Numbers whose order is that of the draws, chosen one by one; what is not drawn comes last."""
@@ -225,7 +225,7 @@ def test_an_iteration_has_the_distribution_of_plain_beam_sampling(rule: str, mon
 def test_a_wrong_test_of_drafts_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mutant: a draft is taken half as often as it should be."""
     noise = Noise(monkeypatch)
-    monkeypatch.setattr(verify, "passes", lambda bound, level: noise.passes(2 * bound, level))
+    monkeypatch.setattr(rejection, "passes", lambda bound, level: noise.passes(2 * bound, level))
     assert (
         total_variation(
             distribution_of("rejection", noise, drafts=1), plain(tuple(ROOT.values()), frozenset(), STEPS, 1)
