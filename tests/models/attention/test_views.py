@@ -105,7 +105,7 @@ def way(
     **prompt: Any,
 ) -> str:
     """Name of the view that is chosen, and of the function that it calls. source: the mask is that of a source."""
-    module: Any = SimpleNamespace(takes=always, list_slots=lambda *_: None)
+    module: Any = SimpleNamespace(fits=always, list_slots=lambda *_: None)
     ops = Ops(path_attention=module, prompt_attention=module) if kernels else Ops()
     forward = AttentionMetadata(ops, split, **prompt)
     query, key = torch.zeros(1, 4, 3, dim), torch.zeros(1, 2, 128, dim)
