@@ -53,10 +53,10 @@ class Linear(Protocol):
         ...
 
 
-class PackedLinear(Linear, Protocol):
+class BiasableLinear(Linear, Protocol):
     """A product with packed weights."""
 
-    def with_bias(self, bias: Tensor) -> PackedLinear:
+    def with_bias(self, bias: Tensor) -> BiasableLinear:
         """Return the product of the same weights with a bias [o]."""
         ...
 

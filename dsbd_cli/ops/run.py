@@ -24,7 +24,7 @@ Loop = Callable[[Tensor], Step]
 """The operation `Ops.program`: it takes a table of kernels [count, 3] int64."""
 
 
-class Kernel(Protocol):
+class Launchable(Protocol):
     """A compiled kernel of the CPU, at an address. work: multiplications, about. items: parts that threads can take."""
 
     address: int
@@ -96,7 +96,7 @@ class Program:
         self._kept.append(block)
         return block[: count * dtype.itemsize].view(dtype).view(shape)
 
-    def launch(self, kernel: Kernel, arguments: ctypes.Structure, work: int, items: int, *kept: Tensor) -> None:
+    def launch(self, kernel: Launchable, arguments: ctypes.Structure, work: int, items: int, *kept: Tensor) -> None:
         self._calls.append((kernel.address, ctypes.addressof(arguments), kernel.threads(work, items)))
         self._kept.append((arguments, kept))
         self._last = arguments
@@ -178,8 +178,8 @@ def empty(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="cpu") if program is None else program.empty(*shape, dtype=dtype)
 
 
-def launch(kernel: Kernel, arguments: ctypes.Structure, work: int, items: int, *kept: Tensor) -> None:
-    """Run a kernel. work, items: as in `Kernel`. kept: tensors to which only `arguments` points."""
+def launch(kernel: Launchable, arguments: ctypes.Structure, work: int, items: int, *kept: Tensor) -> None:
+    """Run a kernel. work, items: as in `Launchable`. kept: tensors to which only `arguments` points."""
     if _thread.program is None:
         kernel(arguments, work, items)
     else:

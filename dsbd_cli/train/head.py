@@ -93,7 +93,7 @@ class Trees:
         return Trees(*(getattr(self, name).to(device) for name in self.__slots__))
 
 
-class Norm(nn.Module):
+class TrainedNorm(nn.Module):
     """An RMS norm."""
 
     def __init__(self, width: int, eps: float) -> None:
@@ -113,9 +113,9 @@ class HeadLayer(nn.Module):
         super().__init__()
         hidden, size = spec.hidden, spec.heads * spec.head_dim
         kv = spec.kv_heads * spec.head_dim
-        self.input_layernorm = Norm(hidden, spec.eps)
-        self.hidden_norm = Norm(hidden, spec.eps)
-        self.post_attention_layernorm = Norm(hidden, spec.eps)
+        self.input_layernorm = TrainedNorm(hidden, spec.eps)
+        self.hidden_norm = TrainedNorm(hidden, spec.eps)
+        self.post_attention_layernorm = TrainedNorm(hidden, spec.eps)
         self.self_attn = nn.ModuleDict({
             "q_proj": _linear(2 * hidden, size), "k_proj": _linear(2 * hidden, kv), "v_proj": _linear(2 * hidden, kv),
             "o_proj": _linear(size, hidden),
@@ -146,7 +146,7 @@ class HeadStudent(nn.Module):
         self.spec = spec = layer_spec(layer)
         self.fc = _linear(len(self.taps) * spec.hidden, spec.hidden)
         self.layers = nn.ModuleList([HeadLayer(spec)])
-        self.norm = Norm(spec.hidden, spec.eps)
+        self.norm = TrainedNorm(spec.hidden, spec.eps)
         self.lm_head = _linear(spec.hidden, len(ids))
         self.lm_head.weight.requires_grad_(False)
         kept = torch.zeros(spec.vocabulary, dtype=torch.bool)

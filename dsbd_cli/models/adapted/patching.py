@@ -30,7 +30,7 @@ class PackedLinear(nn.Module):
     `weight` tells shape and dtype to models that look at it (T5, Mamba) and holds no numbers: it lies on `meta`.
     """
 
-    def __init__(self, linear: nn.Linear | Conv1D, product: interface.PackedLinear) -> None:
+    def __init__(self, linear: nn.Linear | Conv1D, product: interface.BiasableLinear) -> None:
         super().__init__()
         self.out_features, self.in_features = weight_of(linear).shape
         self.bias: Tensor | None = None if linear.bias is None else linear.bias.detach()
