@@ -193,7 +193,7 @@ def cost(options: argparse.Namespace) -> None:
     mask = torch.eye(slots, dtype=torch.bool)[:nodes].expand(rows, -1, -1)
     tokens = torch.randint(engine.target.vocab_size, (rows, nodes), generator=generator)
     index = torch.arange(slots).expand(rows, -1)
-    wanted, ids = CandidateCount(58), draft.head_ids
+    wanted, ids = CandidateCount(58), draft.lm_head_ids
     vocabulary, times = engine.target.vocab_size, dict[str, list[float]]()
 
     def forward(own: Tensor | None) -> Candidates:

@@ -150,13 +150,13 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """A form in which texts call functions. What follows `head` is JSON: the arguments where `head` has a group `name`,
-    else one call or a list of calls, objects with a name and arguments.
+    """A form in which texts call functions. What follows `before` is JSON: the arguments where `before` has a group
+    `name`, else one call or a list of calls, objects with a name and arguments.
 
     Attributes:
         template: texts that a chat template of this form holds, all of them. foreign: texts that it does not hold.
         marks: texts that may be special tokens.
-        head, tail: regular expressions of what stands before and behind the JSON of a call.
+        before, after: regular expressions of what stands before and behind the JSON of a call.
         arguments: key of the arguments.
         bare: nothing marks a call, so that a text counts only if all of it is calls of functions that were given.
         call: how the model writes one call, with {name}, the name as in JSON, and {arguments}. between: what stands
@@ -165,9 +165,9 @@ class CallForm:
 
     template: tuple[str, ...]
     marks: tuple[str, ...]
-    head: str
+    before: str
     call: str
-    tail: str = ""
+    after: str = ""
     foreign: tuple[str, ...] = ()
     arguments: str = "arguments"
     bare: bool = False
@@ -198,9 +198,9 @@ CALLS: tuple[CallForm, ...] = (
         template=("<|channel|>", "to=functions."),
         marks=("<|channel|>", "<|constrain|>", "<|message|>", "<|call|>"),
         # the name stands behind the channel, or behind the role as in the template; the role may stand in the prompt
-        head=r"(?:(?:<\|channel\|>commentary|<\|start\|>assistant) |\A\s*)to=functions\.(?P<name>[\w.-]+)[^<]*"
+        before=r"(?:(?:<\|channel\|>commentary|<\|start\|>assistant) |\A\s*)to=functions\.(?P<name>[\w.-]+)[^<]*"
         r"(?:<\|channel\|>commentary[^<]*)?(?:<\|constrain\|>[^<]*)?<\|message\|>",
-        tail=r"(?:<\|call\|>)?",
+        after=r"(?:<\|call\|>)?",
         call="<|channel|>commentary to=functions.{plain_name} <|constrain|>json<|message|>{arguments}",
     ),
     # Hermes, Qwen
@@ -208,8 +208,8 @@ CALLS: tuple[CallForm, ...] = (
         template=("<tool_call>", "arguments"),
         foreign=("<function=", "<arg_key>"),
         marks=("<tool_call>", "</tool_call>"),
-        head=r"<tool_call>\s*",
-        tail=r"\s*</tool_call>",
+        before=r"<tool_call>\s*",
+        after=r"\s*</tool_call>",
         call='<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>',
         between="\n",
     ),
@@ -217,7 +217,7 @@ CALLS: tuple[CallForm, ...] = (
     CallForm(
         template=("[TOOL_CALLS]", "[ARGS]"),
         marks=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
-        head=r"\[TOOL_CALLS\](?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?\[ARGS\]",
+        before=r"\[TOOL_CALLS\](?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?\[ARGS\]",
         call="[TOOL_CALLS]{plain_name}[ARGS]{arguments}",
         between="",
     ),
@@ -226,7 +226,7 @@ CALLS: tuple[CallForm, ...] = (
         template=("[TOOL_CALLS]",),
         foreign=("[ARGS]",),
         marks=("[TOOL_CALLS]",),
-        head=r"\[TOOL_CALLS\]\s*",
+        before=r"\[TOOL_CALLS\]\s*",
         begin="[TOOL_CALLS][",
         call='{{"name": {name}, "arguments": {arguments}}}',
         between=", ",
@@ -236,7 +236,7 @@ CALLS: tuple[CallForm, ...] = (
     CallForm(
         template=("ipython", "parameters"),
         marks=("<|python_tag|>",),
-        head=r"(?:\A\s*(?:<\|python_tag\|>)?|;)\s*(?=\{)",
+        before=r"(?:\A\s*(?:<\|python_tag\|>)?|;)\s*(?=\{)",
         arguments="parameters",
         bare=True,
         call='{{"name": {name}, "parameters": {arguments}}}',
@@ -373,16 +373,16 @@ def _read_calls(form: CallForm, text: str, names: Iterable[str]) -> tuple[str, t
     kept: list[str] = []
     decoder = json.JSONDecoder(parse_constant=_refuse_constant)
     at = taken = 0
-    while (head := re.compile(form.head).search(text, at)) is not None:
-        at = max(head.end(), head.start() + 1)  # a head may be empty
+    while (start := re.compile(form.before).search(text, at)) is not None:
+        at = max(start.end(), start.start() + 1)  # it may be empty
         try:
-            value, end = decoder.raw_decode(text, head.end())
-            some = _calls_of(form, value, head.groupdict().get("name"))
+            value, end = decoder.raw_decode(text, start.end())
+            some = _calls_of(form, value, start.groupdict().get("name"))
         except (ValueError, RecursionError):
             continue
-        tail = re.compile(form.tail).match(text, end)
+        tail = re.compile(form.after).match(text, end)
         if some and tail is not None:
-            kept.append(text[taken : head.start()])
+            kept.append(text[taken : start.start()])
             calls += some
             at = taken = tail.end()
     kept.append(text[taken:])

@@ -179,7 +179,7 @@ def load_dry(
     from dsbd_cli.engine.constraints.grammar import GrammarCompiler
     from dsbd_cli.engine.decoding.dry_engine import DryEngine
     from dsbd_cli.engine.decoding.encode import Encoder
-    from dsbd_cli.models.heads.formats import is_head
+    from dsbd_cli.models.draft_heads.formats import is_draft_head
     from dsbd_cli.models.load_model import read_small_files
 
     checkpoint = Checkpoint.open(target, fetch=False)
@@ -189,7 +189,7 @@ def load_dry(
     drafted = None  # a head has the target's positions, and one that bridges has its own cache
     if draft is not None and not draft.in_target and not method.bridges:
         small = Checkpoint.open(draft, fetch=False)
-        drafted = None if is_head(small.path) else read_small_files(small)[0]
+        drafted = None if is_draft_head(small.path) else read_small_files(small)[0]
     notes: list[str] = []
     catalogues = {} if allow is None else open_catalogues(allow, codec, facts.vocab_size, notes.append)
     grammars = GrammarCompiler(codec, facts.vocab_size)

@@ -34,7 +34,7 @@ LAYERS = (
     ("models.recurrent",),
     ("engine.drafting", "models.checkpoints", "lab.tasks"),
     ("engine.iteration", "models.adapted", "models.decoder", "models.reward"),
-    ("engine.decoding", "models.checks", "models.tensor_parallel", "models.heads"),
+    ("engine.decoding", "models.checks", "models.tensor_parallel", "models.draft_heads"),
     ("engine.checks", "models.load_adapted", "lab.peers"),
     ("models.load_model",),
     ("models.pair",),

@@ -123,8 +123,8 @@ class Variant:
     def help(self) -> str:
         """Line of help: how the variant is spelled, what it is, and what its settings are for."""
         # a narrow terminal cuts a long word off; the names of the settings follow anyway
-        head = spelled(self.name, self.settings, short=len(self.settings) > 2)
-        return f"{head}  {self.text}" + "".join(f"; {setting.name}: {setting.help}" for setting in self.settings)
+        spelling = spelled(self.name, self.settings, short=len(self.settings) > 2)
+        return f"{spelling}  {self.text}" + "".join(f"; {setting.name}: {setting.help}" for setting in self.settings)
 
 
 def spelled(name: str, settings: Sequence[Setting[object]], *, short: bool = False) -> str:

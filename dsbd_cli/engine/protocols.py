@@ -45,8 +45,8 @@ class ForestInput:
         chain: the forward is a prefill. The real nodes of a row come first, follow one another from the row's common
             prefix on, and each sees all slots before it. They become part of the common prefix.
         late: number of leading nodes that the target has run before. Set for a draft, where logits are wanted.
-        own_ids: [R, o] int64, tokens of each row whose logits are appended to those of a head that lacks them; ids past
-            the vocabulary stand for no token. See own_ids_below.
+        own_ids: [R, o] int64, tokens of each row whose logits are appended to those of an LM head that lacks them; ids
+            past the vocabulary stand for no token. See own_ids_below.
     """
 
     tokens: Tensor
@@ -120,15 +120,15 @@ class ForestModel(Protocol):
         ...
 
     @property
-    def head_ids(self) -> Tensor | None:
-        """Tokens of the m columns of the logits, [m] int64, ascending, where a draft's head lacks some; None: column v
-        is token v."""
+    def lm_head_ids(self) -> Tensor | None:
+        """Tokens of the m columns of the logits, [m] int64, ascending, where a draft's LM head lacks some; None: column
+        v is token v."""
         ...
 
     @property
     def own_ids_below(self) -> int:
-        """Exclusive upper bound of the tokens that `own_ids` of a forward may name, where the head lacks some. 0 where
-        a forward gives logits of the head's tokens alone."""
+        """Exclusive upper bound of the tokens that `own_ids` of a forward may name, where the LM head lacks some. 0
+        where a forward gives logits of the LM head's tokens alone."""
         ...
 
     def reserve(self, rows: int, slots: int, window: int | None = None) -> None:
@@ -141,9 +141,9 @@ class ForestModel(Protocol):
         ...
 
     def forward(self, batch: ForestInput, *, logits: bool = True) -> Tensor | None:
-        """Write the nodes' keys and values, and return their logits [R, n, V] in the model's dtype. A head that lacks
-        tokens returns [R, n, m + o]: logits of its own tokens, then those of `own_ids`, -inf where there is no token.
-        With logits=False the output head must not be run, and None is returned."""
+        """Write the nodes' keys and values, and return their logits [R, n, V] in the model's dtype. An LM head that
+        lacks tokens returns [R, n, m + o]: logits of its own tokens, then those of `own_ids`, -inf where there is no
+        token. With logits=False the LM head must not be run, and None is returned."""
         ...
 
     def move(self, src_slots: Tensor, dst_slots: Tensor, common_prefix: Tensor) -> None:
@@ -232,7 +232,7 @@ class EncoderDecoderModel(ForestModel, Protocol):
 
 
 @runtime_checkable
-class HeadModel(ForestModel, Protocol):
+class DraftHeadModel(ForestModel, Protocol):
     """ForestModel of a draft head: it reads the hidden states that the target stores in its slots.
 
     For drafted nodes it reads its own guesses of these states. Once nodes are accepted, the head computes what it holds

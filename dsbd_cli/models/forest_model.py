@@ -129,7 +129,7 @@ class BaseForestModel:
         self._metadata: AttentionMetadata | None = None  # of the last forward, where its slots were split
         self._tap: StateTap | None = None
         self._dtype, self._width = torch.float32, 0
-        self._head_ids: Tensor | None = None
+        self._lm_head_ids: Tensor | None = None
         self.copies_prefixes = True
         self._pads_forwards = True  # forwards of fewer than LEAST_ROWS nodes are filled up
 
@@ -256,19 +256,19 @@ class BaseForestModel:
         same.
         """
         self._width = width
-        if self._head_ids is not None:
-            self._head_ids = self._head_ids[self._head_ids < width]
+        if self._lm_head_ids is not None:
+            self._lm_head_ids = self._lm_head_ids[self._lm_head_ids < width]
 
     def spread(self, ids: Tensor, width: int) -> None:
         """Declare that the columns of the model's logits are the tokens `ids` [n] int64, ascending, of a vocabulary of
         this width."""
-        self._head_ids, self._width = ids.to(self._device), width
+        self._lm_head_ids, self._width = ids.to(self._device), width
 
     @property
-    def head_ids(self) -> Tensor | None:
+    def lm_head_ids(self) -> Tensor | None:
         """Token ids [m] int64 of the logits' columns, ascending, where the head lacks tokens; None where column v is
         token v."""
-        return self._head_ids
+        return self._lm_head_ids
 
     @property
     def own_ids_below(self) -> int:
@@ -356,7 +356,7 @@ class BaseForestModel:
         """Write the nodes to the cache and return logits [R, n, V] in the model's dtype. With logits=False the head is
         not run.
 
-        Where the head lacks tokens, the logits are [R, n, m + o]: see head_ids and ForestInput.own_ids.
+        Where the head lacks tokens, the logits are [R, n, m + o]: see lm_head_ids and ForestInput.own_ids.
         """
         rows, count = batch.tokens.shape
         if self._pads_forwards and batch.prompt_slots is not None and rows * count < LEAST_ROWS:
@@ -394,7 +394,7 @@ class BaseForestModel:
     def _fitted(self, logits: Tensor, own: int = 0) -> Tensor:
         """Cut or pad logits to the model's width, or cut them to the head's tokens. own: how many of the last columns
         are own ids, which stay."""
-        if (ids := self._head_ids) is not None:
+        if (ids := self._lm_head_ids) is not None:
             kept = logits[..., : len(ids)]
             if not own:
                 return kept

@@ -14,7 +14,7 @@ from dsbd_cli.models.adapted.encoder_inputs import Seq2SeqCodec
 from dsbd_cli.models.adapted.patching import pack, quantize
 from dsbd_cli.models.adapted.seq2seq import Seq2SeqForestModel, encoder_digest
 from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
-from dsbd_cli.models.checkpoints.head import installed, trimmed_target
+from dsbd_cli.models.checkpoints.lm_head import installed, trimmed_target
 from dsbd_cli.models.checkpoints.loader import PICTURE_MODELS, load, load_network, load_preprocessor, too_small
 from dsbd_cli.models.checks.invariance import check
 from dsbd_cli.models.checks.selftest import self_test

@@ -23,8 +23,8 @@ from dsbd_cli.errors import UnsupportedModelError, one_line, out_of_memory
 from dsbd_cli.models import verdicts
 from dsbd_cli.models.checkpoints.checkpoint import Checkpoint, quiet
 from dsbd_cli.models.checkpoints.generation import CheckpointSettings, checkpoint_rules, positions_of
-from dsbd_cli.models.checkpoints.head import read_head, trimmed_target
 from dsbd_cli.models.checkpoints.hub import ADAPTER_CONFIG
+from dsbd_cli.models.checkpoints.lm_head import read_trimmed_lm_head, trimmed_target
 from dsbd_cli.models.checkpoints.loader import check_quantize, device_of, dtype_of, import_decoder_code, load_network
 from dsbd_cli.models.checkpoints.registry import parts_of
 from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
@@ -234,13 +234,13 @@ class _DecoderLoad:
             self._state = network.state_dict()
             tensors = {name: partial(self._state.__getitem__, name) for name in self._state}
             spec, dtype, generation = of.decoder_spec, network.dtype, network.generation_config.to_dict()
-            if not network.config.get_text_config(decoder=True).tie_word_embeddings:  # an adapter may bring a head
+            if not network.config.get_text_config(decoder=True).tie_word_embeddings:  # an adapter may bring an LM head
                 spec = replace(spec, tied=False)
-        head = read_head(checkpoint.path) if checkpoint.path.is_dir() else None
-        if head is not None and checkpoint.spec.role == "target":
+        lm_head = read_trimmed_lm_head(checkpoint.path) if checkpoint.path.is_dir() else None
+        if lm_head is not None and checkpoint.spec.role == "target":
             raise trimmed_target(checkpoint.spec)
         settings = replace(of.settings, generation=generation)
-        return DecoderParts(checkpoint.spec.source, spec, tensors, dtype, self._device, settings, head)
+        return DecoderParts(checkpoint.spec.source, spec, tensors, dtype, self._device, settings, lm_head)
 
     def _stock(self) -> Any:
         """Return transformers' model of the checkpoint."""

@@ -10,8 +10,8 @@ from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
 from dsbd_cli.models.checkpoints.generation import settings_notes
 from dsbd_cli.models.checkpoints.vocabulary import check_pair, markers
 from dsbd_cli.models.decoder.own_rows import OWN_IDS
+from dsbd_cli.models.draft_heads.load import load_draft_head, names_draft_head
 from dsbd_cli.models.forest_model import BaseForestModel
-from dsbd_cli.models.heads.load import load_head, names_head
 from dsbd_cli.models.load_model import load_model
 from dsbd_cli.models.tokenizer import HFCodec
 
@@ -51,10 +51,10 @@ def load_pair(target: Checkpoint, draft: Checkpoint | None, *, bridged: bool = F
     notes = (*settings_notes(model.settings), *loaded.report.notes)
     if draft is None:
         return LoadedPair(model, None, codec, dtype, None, notes=notes)
-    if names_head(draft):
+    if names_draft_head(draft):
         if bridged:
             raise PairError("--drafter bridge drafts through text, which a draft head does not write: drop one of them")
-        head = load_head(target, draft, model)
+        head = load_draft_head(target, draft, model)
         return LoadedPair(model, head, codec, dtype, _dtype_name(draft, head), notes=notes, draft_form=head.form)
     loaded = load_model(draft, anew=anew)
     small, small_codec, dtypes = loaded.model, loaded.codec, (dtype, _dtype_name(draft, loaded.model))
@@ -82,10 +82,10 @@ def load_pair(target: Checkpoint, draft: Checkpoint | None, *, bridged: bool = F
 
 
 def _trimmed_form(draft: BaseForestModel) -> str | None:
-    if draft.head_ids is None:
+    if draft.lm_head_ids is None:
         return None
     own = f"; {OWN_IDS}" if draft.own_ids_below else ""
-    return f"{len(draft.head_ids)} of {draft.vocab_size} tokens{own}"
+    return f"{len(draft.lm_head_ids)} of {draft.vocab_size} tokens{own}"
 
 
 def _check_kinds(target: BaseForestModel, draft: BaseForestModel, *, bridged: bool) -> None:

@@ -11,8 +11,8 @@ from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.errors import DsbdError
 from dsbd_cli.models.checkpoints.checkpoint import Checkpoint, open_pair
 from dsbd_cli.models.checkpoints.vocabulary import check_pair
+from dsbd_cli.models.draft_heads.load import load_draft_head, names_draft_head
 from dsbd_cli.models.forest_model import BaseForestModel
-from dsbd_cli.models.heads.load import load_head, names_head
 from dsbd_cli.models.load_model import load_model
 from dsbd_cli.models.tokenizer import HFCodec
 from dsbd_cli.requests import Request
@@ -58,7 +58,7 @@ def with_draft(engine: Engine, spec: ModelSpec, target: ModelSpec, method: Metho
     not run at once, because they share the target. target: how the engine's target was loaded."""
     source, checkpoint = open_pair(target, spec)
     assert checkpoint is not None
-    draft = _head(engine, source, checkpoint) if names_head(checkpoint) else _model(engine, checkpoint)
+    draft = _draft_head(engine, source, checkpoint) if names_draft_head(checkpoint) else _model(engine, checkpoint)
     info = None if engine.info is None else replace(engine.info, draft=spec.source)
     method = method or engine.method
     return engine.replace(draft=draft, method=method, batch_size=engine.batch_size, info=info)
@@ -72,11 +72,11 @@ def _model(engine: Engine, checkpoint: Checkpoint) -> BaseForestModel:
     return loaded.model
 
 
-def _head(engine: Engine, target: Checkpoint, checkpoint: Checkpoint) -> BaseForestModel:
+def _draft_head(engine: Engine, target: Checkpoint, checkpoint: Checkpoint) -> BaseForestModel:
     """Load a head from a folder. It takes the place of the head that read the target's states before."""
     assert isinstance(engine.target, BaseForestModel)
     engine.target.tap(None)
-    return load_head(target, checkpoint, engine.target)
+    return load_draft_head(target, checkpoint, engine.target)
 
 
 def measure(engines: Sequence[Engine], requests: Sequence[Request]) -> list[Sums]:

@@ -21,7 +21,7 @@ from dsbd_cli.train.run_record import DraftAcceptance, Speed
 from dsbd_cli.train.training import compute_dtype
 
 
-def with_head(engine: Engine, folder: Path, target: ModelSpec) -> Engine:
+def with_draft_head(engine: Engine, folder: Path, target: ModelSpec) -> Engine:
     """Return an engine with the head in a folder, which computes in the dtype of the target's layers that are not int8.
     target: how the engine's target was loaded."""
     plain, dtype = engine.method, compute_dtype(engine)

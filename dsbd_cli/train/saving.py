@@ -14,13 +14,15 @@ from torch import Tensor
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import ModelError, OutputError, one_line, writing
 from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
-from dsbd_cli.train.head import HeadStudent
+from dsbd_cli.train.draft_head import DraftHeadStudent
 from dsbd_cli.train.trim import stored_dtype
 
 MOMENTS = "optimizer.safetensors"
 
 
-def save_head(head: HeadStudent, folder: Path, dtype: str, moments: Mapping[str, Tensor] | None = None) -> None:
+def save_draft_head(
+    head: DraftHeadStudent, folder: Path, dtype: str, moments: Mapping[str, Tensor] | None = None
+) -> None:
     """Write the head. What is in `folder` is replaced as a whole, or stays. moments: tensors of the optimizer, from
     which training goes on. Raises OutputError."""
     recover(folder)
@@ -44,12 +46,12 @@ def save_head(head: HeadStudent, folder: Path, dtype: str, moments: Mapping[str,
             recover(folder)
 
 
-def publish_head(head: HeadStudent, spec: ModelSpec, folder: Path) -> None:
+def publish_draft_head(head: DraftHeadStudent, spec: ModelSpec, folder: Path) -> None:
     """Write the trained head into `folder`, next to what it holds, in the dtype of the target of `spec`. The config
     comes last, because without it the folder is no checkpoint. Raises OutputError."""
     whole = folder / ".draft"
     text = Checkpoint.open(spec).config.get_text_config(decoder=True)
-    save_head(head, whole, stored_dtype(text))
+    save_draft_head(head, whole, stored_dtype(text))
     with writing(folder):
         for path in sorted(whole.iterdir(), key=lambda path: path.name == "config.json"):
             path.replace(folder / path.name)
@@ -57,7 +59,7 @@ def publish_head(head: HeadStudent, spec: ModelSpec, folder: Path) -> None:
 
 
 def recover(folder: Path) -> None:
-    """Restore what `folder` held where `save_head` was killed between its two renames. Raises OutputError."""
+    """Restore what `folder` held where `save_draft_head` was killed between its two renames. Raises OutputError."""
     with writing(folder):
         if not folder.exists() and _backup_path(folder).exists():
             _backup_path(folder).replace(folder)

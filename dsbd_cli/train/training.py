@@ -21,7 +21,7 @@ from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.errors import DsbdError
 from dsbd_cli.models.forest_model import BaseForestModel
 from dsbd_cli.train.distributions import Teacher, divergence, likely_tokens
-from dsbd_cli.train.head import HeadStudent, Trees, new_head, read_head
+from dsbd_cli.train.draft_head import DraftHeadStudent, Trees, new_draft_head, read_draft_head
 from dsbd_cli.train.run_record import BATCH, TrainingPlan
 from dsbd_cli.train.saving import read_moments, recover
 from dsbd_cli.train.target_answers import AnswerTokens
@@ -30,7 +30,7 @@ BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.98), 0.01, 1.0
 WARM_UP_SHARE, WARM_UP_MOST = 0.05, 100
 UNROLLED, DECAY = 4, 0.8  # steps that a head is unrolled for, and the weight of a step relative to the one before
 LOSSES = "losses"  # their name in a checkpoint
-HEAD_BYTES = 512 << 20  # of the logits, attention scores and states of answers that go through a head together
+CHUNK_BYTES = 512 << 20  # of the logits, attention scores and states of answers that go through a head together
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,9 @@ class Training:
     place. losses: of the last steps; the caller fills and clears them, and a checkpoint keeps them. resumed: it goes on
     from a checkpoint."""
 
-    def __init__(self, student: HeadStudent, teacher: Teacher, answers: Sequence[AnswerTokens], recipe: Recipe) -> None:
+    def __init__(
+        self, student: DraftHeadStudent, teacher: Teacher, answers: Sequence[AnswerTokens], recipe: Recipe
+    ) -> None:
         self.student, self.step, self.losses, self.resumed = student, 0, list[float](), False
         self._teacher, self._answers, self._recipe = teacher, answers, recipe
         parameters = [parameter for parameter in student.parameters() if parameter.requires_grad]
@@ -133,7 +135,7 @@ class Training:
         parts: list[list[AnswerTokens]] = []
         for answer in sorted(batch, key=lambda answer: (len(answer.prompt), len(answer.tokens))):
             wider = [*parts[-1], answer] if parts else [answer]
-            if parts and len(wider) * self._bytes(wider) <= HEAD_BYTES:
+            if parts and len(wider) * self._bytes(wider) <= CHUNK_BYTES:
                 parts[-1] = wider
             else:
                 parts.append([answer])
@@ -182,9 +184,9 @@ def open_training(
     recover(folder)
     going_on = (folder / "config.json").is_file()
     if going_on:
-        head = read_head(folder, spec)
+        head = read_draft_head(folder, spec)
     else:
-        head = new_head(spec, likely_tokens(target, answers, plan.vocab, on_choice), recipe.seed)
+        head = new_draft_head(spec, likely_tokens(target, answers, plan.vocab, on_choice), recipe.seed)
     training = Training(head.to(target.device), Teacher(target, head.taps, head.ids), answers, recipe)
     if going_on:
         training.restore(read_moments(folder))

@@ -20,9 +20,9 @@ from dsbd_cli.config.model import DTYPES, ModelSpec
 from dsbd_cli.errors import ModelError, OutputError, UsageError, writing
 from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
 from dsbd_cli.models.checkpoints.generation import eos_ids
-from dsbd_cli.models.checkpoints.head import HEAD_FILE, TrimmedHead, head_keys, output_head, write_head
+from dsbd_cli.models.checkpoints.lm_head import LM_HEAD_FILE, TrimmedLMHead, lm_head_keys, plain_lm_head, write_lm_head
 from dsbd_cli.models.checkpoints.loader import load
-from dsbd_cli.models.heads.load import names_head
+from dsbd_cli.models.draft_heads.load import names_draft_head
 
 # not copied to the folder of the trimmed draft
 _WRITTEN = ("config.json", "generation_config.json")
@@ -33,7 +33,7 @@ _BATCH = 256
 @dataclass(frozen=True, slots=True)
 class TrimReport:
     """Report of a trimmed head: rows kept of `vocab_size`, the share of the counted tokens that they cover, and the
-    bytes of the head."""
+    bytes of the LM head."""
 
     kept: int
     vocab_size: int
@@ -124,13 +124,13 @@ def check(spec: ModelSpec, output: Path, *, size: int | None, coverage: float | 
     if not output.parent.is_dir():
         raise UsageError(f"--output {output}: the folder {output.parent} does not exist")
     draft = None if spec.in_target else Checkpoint.open(spec)
-    if draft is None or names_head(draft):
+    if draft is None or names_draft_head(draft):
         raise UsageError(
             f"--draft {spec.source} is a draft head, whose tokens are chosen when it is made: give a draft model"
         )
     if draft.is_gguf:
         raise ModelError(f"draft model {spec.source!r} is GGUF, whose head cannot be taken apart: use the original")
-    if (draft.path / HEAD_FILE).is_file():
+    if (draft.path / LM_HEAD_FILE).is_file():
         raise UsageError(f"{spec.source} is trimmed already: give the draft that it was made from")
     if size is not None:
         _check_size(size, 0, draft.config.get_text_config(decoder=True).vocab_size)
@@ -150,30 +150,30 @@ def trim(
     coverage: float | None = None,
     end_tokens: Sequence[int] = (),
 ) -> TrimReport:
-    """Write the draft of `spec` with a smaller head to the folder `output`, which must not exist.
+    """Write the draft of `spec` with a smaller LM head to the folder `output`, which must not exist.
 
     end_tokens: the target's, always kept, as are all special tokens and the draft's own end tokens. Raises UsageError,
     OutputError, and the ModelError family of the loader.
     """
     draft = check(spec, output, size=size, coverage=coverage)
     model, tokenizer = load(draft.like(dtype=stored_dtype(draft.config), device="cpu"))
-    head = output_head(model)
+    lm_head = plain_lm_head(model)
     always = _special(tokenizer) | set(eos_ids(model, tokenizer)) | set(end_tokens)
-    ids = choose_ids(counts, always, head.out_features, size=size, coverage=coverage)
+    ids = choose_ids(counts, always, lm_head.out_features, size=size, coverage=coverage)
     index = torch.tensor(ids)
-    bias = None if head.bias is None else head.bias.data[index]
-    small = TrimmedHead(index, head.weight.data[index], bias, head.out_features)
+    bias = None if lm_head.bias is None else lm_head.bias.data[index]
+    small = TrimmedLMHead(index, lm_head.weight.data[index], bias, lm_head.out_features)
     _write(model, small, draft.path, output)
     total = sum(counts.values())
-    row = head.in_features * head.weight.element_size()
+    row = lm_head.in_features * lm_head.weight.element_size()
     return TrimReport(
         kept=len(ids),
-        vocab_size=head.out_features,
-        special=len([token for token in always if token < head.out_features]),
+        vocab_size=lm_head.out_features,
+        special=len([token for token in always if token < lm_head.out_features]),
         counted=total,
         distinct=len(counts),
         coverage=sum(counts[token] for token in ids) / total,
-        head_bytes_before=head.out_features * row,
+        head_bytes_before=lm_head.out_features * row,
         head_bytes_after=len(ids) * row,
     )
 
@@ -198,7 +198,7 @@ def _special(tokenizer: Any) -> set[int]:
     return set(tokenizer.all_special_ids) | {index for index, token in added.items() if token.special}
 
 
-def _write(model: Any, head: TrimmedHead, folder: Path, output: Path) -> None:
+def _write(model: Any, lm_head: TrimmedLMHead, folder: Path, output: Path) -> None:
     """Write all files under another name first, so that an interrupted run leaves no folder that looks whole."""
     unfinished = output.with_name(f".{output.name}.unfinished")
     try:
@@ -206,10 +206,10 @@ def _write(model: Any, head: TrimmedHead, folder: Path, output: Path) -> None:
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir()
             copy_beside(folder, unfinished)
-            dropped = head_keys(model)
+            dropped = lm_head_keys(model)
             state = {name: tensor for name, tensor in model.state_dict().items() if name not in dropped}
             model.save_pretrained(unfinished, state_dict=state)
-            write_head(unfinished, head)
+            write_lm_head(unfinished, lm_head)
             unfinished.replace(output)
     except SafetensorError as error:  # of a full disk, too
         raise OutputError(f"cannot write {output}: {error}") from error

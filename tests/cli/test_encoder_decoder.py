@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForSeq2SeqLM
 
 from dsbd_cli.cli.app import run
-from dsbd_cli.models.checkpoints.head import TrimmedHead, write_head
+from dsbd_cli.models.checkpoints.lm_head import TrimmedLMHead, write_lm_head
 from tests.helpers.checkpoints import numbers, save
 from tests.helpers.pairs import beams, build_pair, perturbed
 
@@ -86,7 +86,7 @@ def test_a_trimmed_draft(pair: tuple[str, str], tmp_path: Path, monkeypatch: pyt
     folder = shutil.copytree(pair[1], tmp_path / "trimmed")
     head = AutoModelForSeq2SeqLM.from_pretrained(folder).get_output_embeddings()
     ids = torch.arange(0, 97, 2)
-    write_head(folder, TrimmedHead(ids, head.weight[ids].clone(), None, 97))
+    write_lm_head(folder, TrimmedLMHead(ids, head.weight[ids].clone(), None, 97))
     options = ["generate", "--target", pair[0], "--decode", "search", "--max-new-tokens", str(NEW), "--draft"]
     want = call(monkeypatch, [*options, "none"], LINES[:2], code=0)
     found = call(monkeypatch, [*options, str(folder), "--depth", "2"], LINES[:2], code=0)

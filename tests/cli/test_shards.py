@@ -187,7 +187,7 @@ def test_what_does_not_belong_together_is_told(
     message: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("dsbd_cli.cli.run.shard.HEAD_BYTES", 64)  # of the input, which is short here
+    monkeypatch.setattr("dsbd_cli.cli.run.shard.FIRST_BYTES", 64)  # of the input, which is short here
     assert folder.run(output="one.jsonl").code == 3
     done = folder.merge(*broken(folder, folder.shards(3)))
     assert (done.code, done.err.count("\n")) == (code, 1), done.err

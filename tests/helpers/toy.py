@@ -25,7 +25,7 @@ class _SlotModel:
     """The cache of a toy: one token per slot."""
 
     capturable, copies_prefixes, read_bytes = False, True, 1
-    head_ids: Tensor | None = None
+    lm_head_ids: Tensor | None = None
     own_ids_below = 0
 
     def __init__(self, vocab_size: int, device: torch.device | str, max_positions: int | None) -> None:

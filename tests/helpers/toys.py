@@ -20,7 +20,7 @@ class TableLM:
     max_positions = None
     capturable = False
     invariant = copies_prefixes = True
-    head_ids: Tensor | None = None
+    lm_head_ids: Tensor | None = None
     own_ids_below = 0
     read_bytes = 1
 

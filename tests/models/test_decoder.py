@@ -370,11 +370,11 @@ def test_a_trimmed_draft(folder: Path, tmp_path: Path) -> None:
 
     trim(spec_for(folder, "draft"), tmp_path / "small", Counter(dict.fromkeys(range(5, 20), 1)), size=20)
     full, small = (decoder_of(place, role="draft") for place in (folder, tmp_path / "small"))
-    assert small.head_ids is not None
-    assert len(small.head_ids) == 20
+    assert small.lm_head_ids is not None
+    assert len(small.lm_head_ids) == 20
     assert small.vocab_size == V
     ids = tokens(1, 9)
-    assert torch.equal(small.plain(ids), full.plain(ids)[..., small.head_ids])
+    assert torch.equal(small.plain(ids), full.plain(ids)[..., small.lm_head_ids])
 
 
 # Programs
@@ -678,7 +678,7 @@ def test_logits_stay_when_their_program_runs_again(
     target.release()
     target.reserve(1, 64)
     if not packed:
-        monkeypatch.setattr(target.decoder.weights.head, "compiled", False)
+        monkeypatch.setattr(target.decoder.weights.lm_head, "compiled", False)
     ids = tokens(1, 4)
     first, second = (target.forward(chain(one, prompt_slots=(0,), suffix=64)) for one in (ids, ids.flip(1)))
     assert len(target._programs) == 1

@@ -72,7 +72,7 @@ def test_logits_of_own_ids_are_the_full_head_s(family: str, dtype: str, pairs: P
     assert small.own_ids_below == V
     assert full.own_ids_below == 0
     wanted, found, bare = forward(full, None), forward(small, OWN), forward(small, None)
-    count = len(small.head_ids)
+    count = len(small.lm_head_ids)
     assert found.shape == (2, 5, count + 4)
     assert torch.equal(found[..., :count], bare)
     for row, own in enumerate(OWN.tolist()):
@@ -100,12 +100,12 @@ def test_rows_are_picked_once_for_the_same_ids(pairs: Pairs, monkeypatch: pytest
 
 def test_a_forward_of_few_nodes_is_filled_up(pairs: Pairs) -> None:
     _, small = pairs("llama")
-    assert forward(small, OWN, nodes=1).shape == (2, 1, len(small.head_ids) + 4)
+    assert forward(small, OWN, nodes=1).shape == (2, 1, len(small.lm_head_ids) + 4)
 
 
 def test_a_target_s_narrower_vocabulary_cuts_the_fixed_columns_alone(pairs: Pairs) -> None:
     full, small = pairs("llama")
-    ids = small.head_ids
+    ids = small.lm_head_ids
     small.fit_width(20)
     wanted, found = forward(full, None), forward(small, torch.tensor([[19, 3], [20, 20]]))
     kept = ids[ids < 20]
@@ -137,7 +137,7 @@ def test_an_adapted_draft_has_none(tmp_path: Path) -> None:
     folder = save(tmp_path / "full", "gpt2", tie_word_embeddings=True)
     trim(spec_of(folder), tmp_path / "small", COUNTS, size=20)
     small = load_model(Checkpoint.open(spec_of(tmp_path / "small"))).model
-    assert small.head_ids is not None
+    assert small.lm_head_ids is not None
     assert small.own_ids_below == 0
 
 

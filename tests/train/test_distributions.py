@@ -16,7 +16,7 @@ from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
 from dsbd_cli.models.load_model import load_model
 from dsbd_cli.train import distributions
 from dsbd_cli.train.distributions import Teacher, answer_logits, divergence
-from dsbd_cli.train.head import head_vocabulary
+from dsbd_cli.train.draft_head import draft_head_vocabulary
 from dsbd_cli.train.target_answers import AnswerTokens
 from dsbd_cli.train.training import Recipe
 from tests.helpers.answers import chain
@@ -159,18 +159,18 @@ def test_the_learning_rate_rises_stays_and_falls() -> None:
 
 def test_targets_and_sizes_that_take_no_head(tmp_path: Path, checkpoint: Path) -> None:
     spec = spec_of(checkpoint)
-    assert (head_vocabulary(spec, None), head_vocabulary(spec, 64)) == (V, 64)
+    assert (draft_head_vocabulary(spec, None), draft_head_vocabulary(spec, 64)) == (V, 64)
     with pytest.raises(UsageError, match="--vocab is 63, but must be 64 or more"):
-        head_vocabulary(spec, 63)
+        draft_head_vocabulary(spec, 63)
     other = spec_of(save(tmp_path / "other", "gpt2"))
     with pytest.raises(UnsupportedModelError, match="a head begins as a layer of a standard decoder, but "):
-        head_vocabulary(other, None)
+        draft_head_vocabulary(other, None)
     one = save(tmp_path / "one", num_hidden_layers=1)
     config = one / "config.json"
     text = config.read_text()
     config.write_text(text.replace('"model_type"', '"quantization_config": {"quant_method": "gptq"}, "model_type"'))
     with pytest.raises(ModelError, match="is quantized, and quantized layers cannot be trained"):
-        head_vocabulary(spec_of(one), None)
+        draft_head_vocabulary(spec_of(one), None)
     config.write_text(text.replace('"model_type": "llama"', '"model_type": "t5", "num_layers": 1'))
     with pytest.raises(UnsupportedModelError, match="has an encoder"):
-        head_vocabulary(spec_of(one), None)
+        draft_head_vocabulary(spec_of(one), None)

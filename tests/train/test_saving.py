@@ -22,7 +22,7 @@ def folder(tmp_path: Path) -> Path:
 
 def save(folder: Path, dtype: str) -> None:
     head: Any = SimpleNamespace(write=lambda folder, dtype: (folder / "config.json").write_text(dtype))
-    saving.save_head(head, folder, dtype)
+    saving.save_draft_head(head, folder, dtype)
 
 
 def content(folder: Path) -> list[tuple[str, str]]:

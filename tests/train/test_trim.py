@@ -16,12 +16,12 @@ from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.engine.decoding.engine import Engine
-from dsbd_cli.engine.drafting.logits import DraftLogits, head_ids
+from dsbd_cli.engine.drafting.logits import DraftLogits, lm_head_ids
 from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.errors import ModelError, OutputError, UnsupportedModelError, UsageError
 from dsbd_cli.models.adapted.causal import CausalForestModel
 from dsbd_cli.models.checkpoints.checkpoint import Checkpoint, open_pair
-from dsbd_cli.models.checkpoints.head import HEAD_FILE
+from dsbd_cli.models.checkpoints.lm_head import LM_HEAD_FILE
 from dsbd_cli.models.load_model import load_model
 from dsbd_cli.models.pair import load_pair
 from dsbd_cli.requests import Request
@@ -44,7 +44,7 @@ def one_forward(model: CausalForestModel, tokens: list[int]) -> torch.Tensor:
     logits = model.forward(ForestInput(torch.tensor([tokens]), index[None], index[None], mask, index[None]))
     model.release()
     assert logits is not None
-    return DraftLogits.of(logits[0], head_ids(model, model.vocab_size), model.vocab_size).wide()
+    return DraftLogits.of(logits[0], lm_head_ids(model, model.vocab_size), model.vocab_size).wide()
 
 
 FAMILIES = ["llama", "gpt2", "opt", "phi", "gptj", "gpt-neox", "gemma2 window", "cohere", "qwen3"]
@@ -67,7 +67,7 @@ def test_kept_logits_are_the_full_heads(family: str, tied: bool, tmp_path: Path)
     assert torch.equal(found[:, kept], expected[:, kept])
     assert after.vocab_size == V
     assert codec.eos_ids == (2,)
-    with safe_open(tmp_path / "small" / HEAD_FILE, "pt") as file:
+    with safe_open(tmp_path / "small" / LM_HEAD_FILE, "pt") as file:
         assert file.get_tensor("ids").tolist() == kept
         assert file.get_tensor("weight").dtype == torch.bfloat16  # the checkpoint's own
     assert all(family in FIT for family in FAMILIES)
@@ -175,11 +175,11 @@ def test_counts_are_of_the_drafts_tokens(checkpoint: Path) -> None:
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, Any], dict[str, str]], None]) -> None:
-    with safe_open(folder / HEAD_FILE, "pt") as file:
+    with safe_open(folder / LM_HEAD_FILE, "pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         about = dict(file.metadata())
     change(tensors, about)
-    save_file(tensors, folder / HEAD_FILE, metadata=about)
+    save_file(tensors, folder / LM_HEAD_FILE, metadata=about)
 
 
 def swap(tensors: dict[str, Any], about: dict[str, str]) -> None:
@@ -214,11 +214,11 @@ def test_a_damaged_map_is_told(change: Any, message: str, tmp_path: Path) -> Non
 def test_a_file_cut_short_and_a_foreign_head(tmp_path: Path) -> None:
     trim(spec(save(tmp_path / "full")), tmp_path / "small", COUNTS, size=12)
     other = save(tmp_path / "other", hidden_size=64)
-    (other / HEAD_FILE).write_bytes((tmp_path / "small" / HEAD_FILE).read_bytes())
+    (other / LM_HEAD_FILE).write_bytes((tmp_path / "small" / LM_HEAD_FILE).read_bytes())
     with pytest.raises(ModelError, match=r"is for a head of 97 x 32, but the model's is 97 x 64"):
         load_model(Checkpoint.open(spec(other)))
-    data = (tmp_path / "small" / HEAD_FILE).read_bytes()
-    (tmp_path / "small" / HEAD_FILE).write_bytes(data[: len(data) // 2])
+    data = (tmp_path / "small" / LM_HEAD_FILE).read_bytes()
+    (tmp_path / "small" / LM_HEAD_FILE).write_bytes(data[: len(data) // 2])
     with pytest.raises(ModelError, match="is damaged"):
         load_model(Checkpoint.open(spec(tmp_path / "small")))
 
@@ -247,7 +247,7 @@ def test_a_full_disk_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.Mon
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     full = save(tmp_path / "full", "llama")
-    monkeypatch.setattr("dsbd_cli.train.trim.write_head", fail)
+    monkeypatch.setattr("dsbd_cli.train.trim.write_lm_head", fail)
     with pytest.raises(OutputError, match=r"cannot write .*small: .*No space left"):
         trim(spec(full), tmp_path / "small", COUNTS, size=12)
     assert not list(tmp_path.glob("*small*"))

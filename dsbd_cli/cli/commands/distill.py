@@ -162,9 +162,9 @@ class _Distilling:
 
     def run(self) -> None:
         """Answer the prompts, train the head, measure it, and print the results."""
-        from dsbd_cli.train.head import head_vocabulary
+        from dsbd_cli.train.draft_head import draft_head_vocabulary
 
-        vocabulary = head_vocabulary(self._spec, self._options.vocab)
+        vocabulary = draft_head_vocabulary(self._spec, self._options.vocab)
         requests, digest = self._requests()
         held, learnt = hold_out(requests)
         self._made_folder = not self._folder.exists()
@@ -317,9 +317,9 @@ class _Distilling:
 
     def _publish(self, training: Training) -> None:
         """Write the draft as it is now to --output."""
-        from dsbd_cli.train.saving import publish_head
+        from dsbd_cli.train.saving import publish_draft_head
 
-        publish_head(training.student, self._spec, self._folder)
+        publish_draft_head(training.student, self._spec, self._folder)
 
     def _take_steps(self, engine: Engine, training: Training, held: list[Request]) -> None:
         record = self._record
@@ -399,17 +399,17 @@ class _Distilling:
         self._check_stopped()
 
     def _save(self, training: Training) -> None:
-        from dsbd_cli.train.saving import save_head
+        from dsbd_cli.train.saving import save_draft_head
 
-        save_head(training.student, self._folder / CHECKPOINT, "float32", training.moments())
+        save_draft_head(training.student, self._folder / CHECKPOINT, "float32", training.moments())
 
     def _measure(
         self, engine: Engine, folder: Path, held: list[Request], *, speed: bool
     ) -> tuple[Measurement, Measurement | None]:
         """Measure the head in a folder on held-out prompts; also with one beam, if the run has several."""
-        from dsbd_cli.train.draft_acceptance import with_head
+        from dsbd_cli.train.draft_acceptance import with_draft_head
 
-        pair = with_head(engine, folder, self._spec)
+        pair = with_draft_head(engine, folder, self._spec)
         held = [replace(request, sampling=replace(request.sampling, n_best=1)) for request in held]
         measurement = self._measured(pair, held, speed=speed)
         if pair.method.num_beams == 1:

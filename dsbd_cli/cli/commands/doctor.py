@@ -77,12 +77,12 @@ def doctor(pair: PairOptions, loading: LoadOptions, wanted: DoctorOptions) -> No
 
 
 def _shown(check: Check) -> str:
-    head = f"{STATES[check.state]:<8}{check.name:<10}"
+    label = f"{STATES[check.state]:<8}{check.name:<10}"
     return textwrap.fill(
         check.text,
         COLUMNS,
-        initial_indent=head,
-        subsequent_indent=" " * len(head),
+        initial_indent=label,
+        subsequent_indent=" " * len(label),
         break_long_words=False,
         break_on_hyphens=False,
     )

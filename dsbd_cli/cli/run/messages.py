@@ -181,8 +181,8 @@ def _formatted(message: str, level: Level, event: str, fields: Mapping[str, obje
         text, width = visible(message), _width()
         return f"dsbd: {' '.join(text.split()) if width is None else _wrapped(text, width)}\n"
     text = " ".join(message.split())
-    head = {"schema": LOG.id, "time": utc_now(), "level": level, "event": event, "message": text}
-    return LOG.text_line(head | dict(fields))
+    common = {"schema": LOG.id, "time": utc_now(), "level": level, "event": event, "message": text}
+    return LOG.text_line(common | dict(fields))
 
 
 def visible(text: str) -> str:

@@ -16,7 +16,7 @@ from dsbd_cli.io.lines.compression import compression
 from dsbd_cli.io.lines.tables import PARQUET
 
 SHARD_SETTINGS = ("shard", "input_bytes", "input_head", "input_compressed")  # which only a part has
-HEAD_BYTES = 1 << 16
+FIRST_BYTES = 1 << 16
 
 # schedulers, with the variables that hold this task's number, the first task's number, and the number of tasks
 SCHEDULERS = (
@@ -50,9 +50,9 @@ class Shard:
         """Return settings that say which part of which input this is, for the part's settings file. Raises
         UsageError."""
         with reading(f"--input {path}"), path.open("rb") as stream:
-            head = hashlib.blake2b(stream.read(HEAD_BYTES), digest_size=8).hexdigest()
+            beginning = hashlib.blake2b(stream.read(FIRST_BYTES), digest_size=8).hexdigest()
             size = path.stat().st_size
-        settings = {"shard": f"{self.part}/{self.count}", "input_bytes": size, "input_head": head}
+        settings = {"shard": f"{self.part}/{self.count}", "input_bytes": size, "input_head": beginning}
         compressed = compression(path) is not None or path.suffix.lower() == PARQUET
         return {**settings, "input_compressed": True} if compressed else settings
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from dsbd_cli.engine.cache.prefill import prefill
 from dsbd_cli.engine.cache.prefix_index import PrefixIndex
 from dsbd_cli.engine.planning.memory_limit import free_bytes
-from dsbd_cli.engine.protocols import EncoderDecoderModel, ForestInput, ForestModel, HeadModel
+from dsbd_cli.engine.protocols import DraftHeadModel, EncoderDecoderModel, ForestInput, ForestModel
 
 CPU = torch.device("cpu")
 ROOM = 0.9  # share of the processor's free memory that caches may take
@@ -53,8 +53,10 @@ class Caches:
         self.models = [target] if draft is None else [target, draft]
         # found once, because isinstance with a protocol reads every property
         self._readers = [model for model in self.models if isinstance(model, EncoderDecoderModel)]
-        self.draft_guesses = isinstance(draft, HeadModel)
-        assert not isinstance(draft, HeadModel) or draft.target is target, "a head reads the states of its own target"
+        self.draft_guesses = isinstance(draft, DraftHeadModel)
+        assert not isinstance(draft, DraftHeadModel) or draft.target is target, (
+            "a head reads the states of its own target"
+        )
         self.slots = self.window = 0
         self.observer = CacheObserver()
         self._recurrent = any(model.state_bytes(0) for model in self.models)

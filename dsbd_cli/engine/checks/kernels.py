@@ -41,7 +41,7 @@ EOS = 2
 class _TableModel:
     """A model whose logits depend on the token alone, by a table [V, V]."""
 
-    max_positions, head_ids, own_ids_below, generation, capturable, invariant = None, None, 0, 0, False, True
+    max_positions, lm_head_ids, own_ids_below, generation, capturable, invariant = None, None, 0, 0, False, True
 
     def __init__(self, table: Tensor) -> None:
         self.table, self.device, self.vocab_size = table, table.device, table.shape[1]

@@ -50,12 +50,12 @@ def write_compiled(file: Path, key: str, catalogues: Mapping[str, Catalogue]) ->
         for name, catalogue in catalogues.items()
     ]
     arrays = [part for catalogue in catalogues.values() for part in _arrays(catalogue)]
-    head = orjson.dumps({"version": VERSION, "key": key, "body": _checksum(arrays), "catalogues": about}) + b"\n"
+    header = orjson.dumps({"version": VERSION, "key": key, "body": _checksum(arrays), "catalogues": about}) + b"\n"
     unfinished = file.with_name(f"{file.name}.{os.getpid()}.part")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with unfinished.open("wb") as stream:
-            stream.write(head)
+            stream.write(header)
             for part in arrays:
                 stream.write(bytes(-stream.tell() % ALIGNED))
                 stream.write(np.ascontiguousarray(part).data)
@@ -91,13 +91,13 @@ def read_compiled(file: Path, key: str, vocab_size: int, end: int) -> dict[str, 
     try:
         with file.open("rb") as stream:
             line = stream.readline()
-        head = orjson.loads(line)
-        if head["version"] != VERSION or head["key"] != key:
+        header = orjson.loads(line)
+        if header["version"] != VERSION or header["key"] != key:
             return None
         ours, at, catalogues = True, len(line), dict[str, Catalogue]()
         # one map of the whole file: each would keep a file open, and a file may hold thousands of catalogues
         whole = np.memmap(file, np.uint8, "r")
-        for name, fanout, counts in head["catalogues"]:
+        for name, fanout, counts in header["catalogues"]:
             parts = []
             for count, kind in zip(counts, (np.int64,) * 4 + (np.uint8,), strict=True):
                 at += -at % ALIGNED
@@ -112,7 +112,7 @@ def read_compiled(file: Path, key: str, vocab_size: int, end: int) -> dict[str, 
         if ours:
             raise DamagedError("its first line is wrong") from None
         return None
-    if head.get("body") != _checksum(part for catalogue in catalogues.values() for part in _arrays(catalogue)):
+    if header.get("body") != _checksum(part for catalogue in catalogues.values() for part in _arrays(catalogue)):
         raise DamagedError("its checksum is another")
     for catalogue in catalogues.values():
         if fault := _fault(catalogue, end):

@@ -49,11 +49,11 @@ class OwnIds:
 
         most: o at most. vocab_size: V.
         """
-        if model is None or model.head_ids is None or not model.own_ids_below:
+        if model is None or model.lm_head_ids is None or not model.own_ids_below:
             return None
         known = torch.ones(vocab_size + 1, dtype=torch.bool, device=device)
         known[: min(model.own_ids_below, vocab_size)] = False
-        fixed = model.head_ids.to(device)
+        fixed = model.lm_head_ids.to(device)
         known[fixed[fixed < vocab_size]] = True
         room = min(most, int((~known).sum()))
         places = torch.full((rows, room + 1), vocab_size, dtype=torch.int64, device=device)

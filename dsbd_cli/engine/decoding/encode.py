@@ -42,7 +42,7 @@ from dsbd_cli.errors import (
 )
 from dsbd_cli.requests import Request
 
-HEAD = 256  # first characters of a text, encoded to find the tokens that begin every text
+BEGINNING = 256  # first characters of a text, encoded to find the tokens that begin every text
 COUNTED = 1 << 16  # bytes of a text whose tokens are all counted, where a request asks for its last tokens
 MOST_MARK = 64  # last tokens of a prompt, in which a mark of reasoning may stand
 
@@ -351,8 +351,8 @@ class Encoder:
         [ids] = self.codec.encode_pieces([end])
         if len(end) == len(text):
             return ids
-        [head] = self.codec.encode_pieces([text[:HEAD]])
-        return [*head[: self._begin(head)], *ids]
+        [beginning] = self.codec.encode_pieces([text[:BEGINNING]])
+        return [*beginning[: self._begin(beginning)], *ids]
 
     def _begin(self, ids: list[int]) -> int:
         """Return how many of the first ids are those that the tokenizer begins every text with."""

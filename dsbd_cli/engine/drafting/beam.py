@@ -25,12 +25,12 @@ from dsbd_cli.engine.drafting.base import (
     pair_confidence,
     record_distribution,
 )
-from dsbd_cli.engine.drafting.logits import DraftLogits, head_ids
+from dsbd_cli.engine.drafting.logits import DraftLogits, lm_head_ids
 from dsbd_cli.engine.protocols import ForestInput, ForestModel
 from dsbd_cli.ops.interface import host_reads
 from dsbd_cli.ops.layout import DRAFT
 
-MERGED_BACKLOG = 16  # tokens; a longer backlog gets a forward of its own, without the output head
+MERGED_BACKLOG = 16  # tokens; a longer backlog gets a forward of its own, without the LM head
 
 
 class NoDrafter(Drafter):
@@ -53,7 +53,7 @@ class BeamDrafter(Drafter):
         """vocab_size: V of the target; draft logits past it are cut."""
         self.model = model
         self.vocab_size = vocab_size
-        self._ids = head_ids(model, vocab_size)
+        self._ids = lm_head_ids(model, vocab_size)
         self.by_kernel = type(self).drafts is BeamDrafter.drafts  # subclasses draw in another way
 
     def propose(self, context: DraftContext) -> Forest:

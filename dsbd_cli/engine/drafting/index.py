@@ -121,9 +121,9 @@ def write_index(
         raise UsageError(f"the corpus has {size} tokens, but an index holds {MOST_TOKENS}: split it")
     tokens = np.frombuffer(corpus.ids, dtype=np.int32)
     suffixes = sort_suffixes(tokens, progress)
-    head = HEADER.pack(MAGIC, VERSION, len(token_bytes), tokenizer_fingerprint(token_bytes), size, corpus.documents)
-    head += struct.pack("<I", zlib.crc32(head))
-    stream.write(head.ljust(BODY, b"\0"))
+    header = HEADER.pack(MAGIC, VERSION, len(token_bytes), tokenizer_fingerprint(token_bytes), size, corpus.documents)
+    header += struct.pack("<I", zlib.crc32(header))
+    stream.write(header.ljust(BODY, b"\0"))
     for numbers in (tokens, suffixes):
         stream.write(numbers.astype("<i4").data)  # ndarray.tofile does not say why a disk takes no more
     stream.flush()
@@ -133,15 +133,15 @@ def open_index(path: Path, token_bytes: Sequence[bytes]) -> CorpusIndex:
     """Map an index into memory. Raises UsageError where it is missing, no index, damaged, or of another tokenizer."""
     try:
         with path.open("rb") as stream:
-            head = stream.read(BODY)
+            header = stream.read(BODY)
         total = path.stat().st_size
     except OSError as error:
         raise UsageError(f"index {path} cannot be read: {error.strerror or error}") from None
-    if head[:8] != MAGIC:
+    if header[:8] != MAGIC:
         raise UsageError(f"{path} is no index: dsbd index makes one")
-    if len(head) < BODY or zlib.crc32(head[: HEADER.size]) != struct.unpack_from("<I", head, HEADER.size)[0]:
+    if len(header) < BODY or zlib.crc32(header[: HEADER.size]) != struct.unpack_from("<I", header, HEADER.size)[0]:
         raise UsageError(f"index {path} is damaged in its header: make it again with dsbd index")
-    _, version, _, fingerprint, size, _ = HEADER.unpack_from(head)
+    _, version, _, fingerprint, size, _ = HEADER.unpack_from(header)
     if version != VERSION:
         raise UsageError(f"index {path} has format {version}, but this dsbd reads {VERSION}: make it again")
     if total != BODY + 8 * size:

@@ -1,7 +1,7 @@
-"""Logits of a draft whose head may lack tokens (`dsbd trim-draft`). Candidates are taken from the columns that the head
-has and get their token ids afterwards, so that no tensor of the vocabulary's size is needed.
+"""Logits of a draft whose LM head may lack tokens (`dsbd trim-draft`). Candidates are taken from the columns that the
+LM head has and get their token ids afterwards, so that no tensor of the vocabulary's size is needed.
 
-Letters: R rows, n nodes, m columns of the head, o own ids of a row, V vocabulary of the target.
+Letters: R rows, n nodes, m columns of the LM head, o own ids of a row, V vocabulary of the target.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from dsbd_cli.engine.protocols import ForestModel
 from dsbd_cli.ops.interface import Ops
 
 
-def head_ids(model: ForestModel, vocab_size: int) -> Tensor | None:
+def lm_head_ids(model: ForestModel, vocab_size: int) -> Tensor | None:
     """Return the token ids [m] int64 below V of the columns of a model's logits, ascending; None where column v is
     token v."""
-    ids = model.head_ids
+    ids = model.lm_head_ids
     return None if ids is None else ids[ids < vocab_size]
 
 
@@ -30,9 +30,9 @@ class DraftLogits:
 
     Attributes:
         values: [R, n, m + o], in the model's dtype.
-        ids: [m] int64, tokens of the head's columns; None: column v is token v.
+        ids: [m] int64, tokens of the LM head's columns; None: column v is token v.
         vocab_size: V. Tokens without a column have q = 0.
-        own_ids: [R, o] int64, tokens of the columns after the head's, none of which is in ids. V where a row has no
+        own_ids: [R, o] int64, tokens of the columns after the LM head's, none of which is in ids. V where a row has no
             further own id; its column in `values` is -inf. None: o is 0.
     """
 
@@ -43,7 +43,7 @@ class DraftLogits:
 
     @classmethod
     def of(cls, logits: Tensor, ids: Tensor | None, vocab_size: int, own_ids: Tensor | None = None) -> DraftLogits:
-        """Make DraftLogits without the columns past V. ids: from head_ids. own_ids: those that the forward was
+        """Make DraftLogits without the columns past V. ids: from lm_head_ids. own_ids: those that the forward was
         given."""
         if ids is None:
             return cls(logits[..., :vocab_size], None, vocab_size)
@@ -61,8 +61,8 @@ class DraftLogits:
         return self.values.shape[-1] if self.ids is None else self.vocab_size
 
     def wide(self) -> Tensor:
-        """Return logits [R, n, V], -inf for a token without a column. Where the head lacks no tokens, they are as wide
-        as the draft's own logits."""
+        """Return logits [R, n, V], -inf for a token without a column. Where the LM head lacks no tokens, they are as
+        wide as the draft's own logits."""
         if self.ids is None:
             return self.values
         fixed, own_ids = len(self.ids), self.own_ids
@@ -78,7 +78,7 @@ class DraftLogits:
         self, wanted: CandidateCount, legal: LegalTokens | None = None, ops: Ops | None = None
     ) -> Candidates:
         """Return top_candidates of `wide`. They may differ in the last bits of the logits' sum, and in which of equal
-        tokens are the last ones: tokens of the head come before own ids."""
+        tokens are the last ones: tokens of the LM head come before own ids."""
         if self.ids is None or wanted.count >= self.values.shape[-1] or legal is not None:
             return top_candidates(self.wide(), wanted, legal, ops)
         candidates = top_candidates(self.values, wanted, ops=ops)

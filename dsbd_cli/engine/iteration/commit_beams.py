@@ -28,7 +28,7 @@ def commit_beams(
     draft_guesses: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Make the final beams the live ones and compact their slots. Return source and destination [R, T] of the slots
-    that the caches must copy. draft_guesses: drafted nodes count as not run by the draft (see HeadModel)."""
+    that the caches must copy. draft_guesses: drafted nodes count as not run by the draft (see DraftHeadModel)."""
     beams, table = state.beams, state.table
     _store_finished(state, forest, outcome)
     going = state.active & ~outcome.done.to(torch.bool)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dsbd_cli.errors import UsageError
 from dsbd_cli.io.lines.compression import compression, open_input
-from dsbd_cli.io.lines.jsonl import HEAD_BYTES
+from dsbd_cli.io.lines.jsonl import FIRST_BYTES
 
 # marks at the beginning of a file; that of UTF-32 begins with that of UTF-16
 MARKS = (
@@ -40,7 +40,7 @@ def wide_encoding(begin: bytes) -> str | None:
 def check_text_file(path: Path) -> bytes:
     """Return the first bytes of an ordinary file, unpacked. Raises UsageError as `check_encoding` does, and OSError."""
     with open_input(path) as stream:
-        begin = stream.read(HEAD_BYTES)
+        begin = stream.read(FIRST_BYTES)
     check_encoding(begin, str(path), path)
     return begin
 

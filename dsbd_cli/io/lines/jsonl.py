@@ -19,7 +19,7 @@ from dsbd_cli.io.records.row import MAX_LINE_BYTES, Line, LongLine
 
 BOM = b"\xef\xbb\xbf"
 BLOCK_BYTES = 1 << 17
-HEAD_BYTES = 256
+FIRST_BYTES = 256
 
 FRAME_LINES = 256
 FRAME_SECONDS = 1.0
@@ -42,7 +42,7 @@ def read_lines(stream: BinaryIO, *, limit: int = MAX_LINE_BYTES, blank: bool = F
     A line is yielded as soon as it was read to its end. A line of more than `limit` bytes is skipped without being
     held, and yielded as a LongLine.
     """
-    most = max(limit, HEAD_BYTES) + len(BOM) + 2  # room for the first line's byte order mark and the line end
+    most = max(limit, FIRST_BYTES) + len(BOM) + 2  # room for the first line's byte order mark and the line end
     for number in itertools.count(1):
         line = stream.readline(most)
         whole, ended = line.removesuffix(b"\n"), line.endswith(b"\n") or len(line) < most
@@ -53,7 +53,7 @@ def read_lines(stream: BinaryIO, *, limit: int = MAX_LINE_BYTES, blank: bool = F
             line, ended = more, more.endswith(b"\n") or len(more) < BLOCK_BYTES
         text = (whole.removeprefix(BOM) if number == 1 else whole).removesuffix(b"\r")
         if len(text) > limit or size > len(whole):
-            yield number, LongLine(size, whole[:HEAD_BYTES])
+            yield number, LongLine(size, whole[:FIRST_BYTES])
         elif (line and blank) or (text and not text.isspace()):
             yield number, text
         if not line.endswith(b"\n"):

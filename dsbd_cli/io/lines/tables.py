@@ -24,7 +24,7 @@ from dsbd_cli.errors import (
 )
 from dsbd_cli.io.lines.compression import ending, open_input
 from dsbd_cli.io.lines.encoding import check_text_file
-from dsbd_cli.io.lines.jsonl import BLOCK_BYTES, BOM, HEAD_BYTES, NumberedLine, ReadLines, read_lines
+from dsbd_cli.io.lines.jsonl import BLOCK_BYTES, BOM, FIRST_BYTES, NumberedLine, ReadLines, read_lines
 from dsbd_cli.io.records.cells import BY_NAME, SETTING, ColumnRules, Columns, columns_of, id_fields, table_row
 from dsbd_cli.io.records.input_forms import SOURCES
 from dsbd_cli.io.records.row import MAX_LINE_BYTES, Fields, LongLine, TableRow
@@ -158,7 +158,7 @@ def read_csv(
                 raise InvalidRowError(f"the row has {plural(len(cells), 'cell')}, but the header has {len(names)}")
             yield lines.first, table_row(dict(zip(names, cells, strict=True)), columns)
         except InvalidRowError as error:
-            yield lines.first, LongLine(lines.size, lines.head, str(error), _known_id(names, cells, columns))
+            yield lines.first, LongLine(lines.size, lines.beginning, str(error), _known_id(names, cells, columns))
 
 
 def _known_id(names: list[str], cells: list[str] | None, columns: Columns) -> Fields | None:
@@ -227,19 +227,19 @@ class _RecordLines:
 
     Attributes:
         limit: bytes that a record may have. first: number of the record's first line, from 1. size: bytes of the record
-            so far. head: its first bytes.
+            so far. beginning: its first bytes.
     """
 
     def __init__(self, stream: BinaryIO, limit: int) -> None:
         self._stream, self.limit = stream, limit
         self._number = self._quotes = self.size = 0
         self._ended = True  # the last line was read to its end
-        self.head = b""
+        self.beginning = b""
         self.first = 1
 
     def begin(self) -> None:
         """Begin a new record at the next line."""
-        self.first, self.size, self._quotes, self.head = self._number + 1, 0, 0, b""
+        self.first, self.size, self._quotes, self.beginning = self._number + 1, 0, 0, b""
 
     def __iter__(self) -> _RecordLines:
         return self
@@ -266,7 +266,7 @@ class _RecordLines:
         if self._number == 1 and self._ended:
             line = line.removeprefix(BOM)
         self._ended = line.endswith(b"\n")
-        self.head += line[: HEAD_BYTES - len(self.head)]
+        self.beginning += line[: FIRST_BYTES - len(self.beginning)]
         self.size += len(line)
         self._quotes += line.count(b'"')
         return line
@@ -367,4 +367,4 @@ def _parquet_row(row: dict[str, object], columns: Columns) -> TableRow | LongLin
     size = len(row_fields.line) + len(row_fields.carried)
     if size <= MAX_LINE_BYTES:
         return row_fields
-    return LongLine(size, row_fields.line[:HEAD_BYTES], fields=id_fields(row, columns))
+    return LongLine(size, row_fields.line[:FIRST_BYTES], fields=id_fields(row, columns))

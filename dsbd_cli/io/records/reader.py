@@ -535,5 +535,5 @@ def id_of_failed(raw: Fields, line: Line, index: int, *names: str) -> str | None
 
 def _raw_key(row_id: str | None, line: Line) -> str:
     if isinstance(line, LongLine):
-        return content_key(orjson.dumps(row_id) + b"%d:%b%b" % (line.size, line.head, line.reason.encode()))
+        return content_key(orjson.dumps(row_id) + b"%d:%b%b" % (line.size, line.beginning, line.reason.encode()))
     return content_key(orjson.dumps(row_id) + readable(line))

@@ -23,13 +23,13 @@ class LongLine:
     """A stand-in for a line that is too long to be held, or for a table's row that cannot be read.
 
     Attributes:
-        size: bytes of the line. head: its first bytes.
+        size: bytes of the line. beginning: its first bytes.
         reason: why it cannot be read; empty: it is too long.
         fields: the fields that say the row's id, where these could be read; None where they could not.
     """
 
     size: int
-    head: bytes = b""
+    beginning: bytes = b""
     reason: str = ""
     fields: Fields | None = None
 
@@ -60,7 +60,7 @@ def readable(line: Line) -> bytes:
         return line
     if line.reason:
         raise InvalidRowError(line.reason)
-    shown = shorten(line.head.decode("utf-8", "replace"))
+    shown = shorten(line.beginning.decode("utf-8", "replace"))
     raise InvalidRowError(f"the line has {line.size} bytes, but must have at most {MAX_LINE_BYTES}: {shown}")
 
 
@@ -68,7 +68,7 @@ def held_bytes(line: Line) -> bytes:
     """Return the bytes of a line, or the first ones of a line that is not held."""
     if isinstance(line, TableRow):
         return line.line + line.carried
-    return line.head if isinstance(line, LongLine) else line
+    return line.beginning if isinstance(line, LongLine) else line
 
 
 def with_carried(metadata: object | None, line: Line) -> object | None:

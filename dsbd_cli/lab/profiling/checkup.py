@@ -181,12 +181,12 @@ def _gpu() -> tuple[State, str, Facts]:
 
 
 def _pair(target: ModelSpec, draft: ModelSpec) -> tuple[State, str, Facts]:
-    from dsbd_cli.models.heads.formats import is_head
+    from dsbd_cli.models.draft_heads.formats import is_draft_head
 
     if draft.in_target:
         return "ok", "the draft is the target's own MTP layer", {}
     small = Checkpoint.open(draft, fetch=False)
-    if is_head(small.path):
+    if is_draft_head(small.path):
         return "ok", "the draft is a head, which has no tokenizer; whether it fits is told at load", {}
     fitted = fit(Checkpoint.open(target, fetch=False), small)
     limit = "no limit of positions" if fitted.positions is None else f"{fitted.positions:,} positions"
@@ -312,7 +312,7 @@ def _products(target: ForestModel) -> list[object]:
     if isinstance(target, DecoderForestModel):
         weights = target.decoder.weights
         names = ("qkv", "out", "gate_up", "down")
-        return [*(getattr(layer, name) for layer in weights.layers for name in names), weights.head]
+        return [*(getattr(layer, name) for layer in weights.layers for name in names), weights.lm_head]
     if not isinstance(target, TransformersForest):
         return []
     return [module for module in target.module.modules() if isinstance(module, PackedLinear | Int8Linear | Linear)]

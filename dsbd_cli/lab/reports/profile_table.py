@@ -19,7 +19,7 @@ FORWARDS = ("draft", "target", "verify")  # phases with a column; all others sha
 
 def print_profile(profile: Profile, console: Screen) -> None:
     """Print what a profile found out, from top to bottom. The command stands on a line of its own, to be copied."""
-    _print_head(profile, console)
+    _print_title(profile, console)
     console.show(_table(profile, console.width))
     console.print(Text(_caption(profile), style="dim"))
     console.print()
@@ -30,7 +30,7 @@ def print_profile(profile: Profile, console: Screen) -> None:
     console.print(Text(f"  {profile.recommended_command}\n", style="bold green"), soft_wrap=True)
 
 
-def _print_head(profile: Profile, console: Screen) -> None:
+def _print_title(profile: Profile, console: Screen) -> None:
     machine, load = profile.machine, profile.machine.load_average
     models = profile.target + (f" with {profile.draft}" if profile.draft else ", no draft model")
     console.print(Text(f"{models}, {profile.dtype}", style="bold"))

@@ -24,9 +24,9 @@ SYMBOLS: dict[str, tuple[str, str, str]] = {
 
 
 def forest_tree(forest: ShownForest) -> RenderableType:
-    """Return head, legend and one tree per live beam. Children stand in draw order."""
+    """Return title, legend and one tree per live beam. Children stand in draw order."""
     counted = {state: sum(node.state == state for node in forest.nodes) for state in SYMBOLS}
-    head = Text(
+    title = Text(
         f"Iteration {forest.iteration} of prompt {forest.prompt_id}: rule {forest.rule}, D={forest.depth}; "
         f"this target call yielded {plural(forest.verified, 'step')}"
     )
@@ -45,7 +45,7 @@ def forest_tree(forest: ShownForest) -> RenderableType:
             roots.append(trees[index])
         else:
             trees[index] = trees[node.parent].add(_label(node))
-    return Group(head, Text(), *roots, Text(), legend)
+    return Group(title, Text(), *roots, Text(), legend)
 
 
 def _label(node: ShownNode) -> Text:

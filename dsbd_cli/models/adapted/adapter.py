@@ -198,8 +198,8 @@ class TransformersForest(BaseForestModel):
         held = sum(tensor.numel() * tensor.element_size() for tensor in (*weights, *buffers))
         count = sum(weight.numel() for weight in weights)
         table = self._model.get_input_embeddings().weight
-        head = getattr(self._model.get_output_embeddings(), "weight", None)
-        if table.data_ptr() in packed or (head is not None and head.data_ptr() == table.data_ptr()):
+        lm_head = getattr(self._model.get_output_embeddings(), "weight", None)
+        if table.data_ptr() in packed or (lm_head is not None and lm_head.data_ptr() == table.data_ptr()):
             return ModelSize(held, held, 2 * count)
         return ModelSize(held, held - table.numel() * table.element_size(), 2 * (count - table.numel()))
 

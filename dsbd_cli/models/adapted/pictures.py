@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
 MOST_PIXELS = 1 << 26  # of a picture, and of what an image processor makes of it: 8192 x 8192
 DATA, BASE64 = "data:", ";base64,"
-MOST_HEAD = 200  # characters of a data URI before its data
+MOST_PREFIX = 200  # characters of a data URI before its data
 
 
 def read_picture(image: str) -> Image:
@@ -42,10 +42,10 @@ def read_picture(image: str) -> Image:
 
 def _contents(image: str) -> bytes:
     """Return the bytes of a data URI. Raises InvalidRowError."""
-    head = image[:MOST_HEAD].partition(BASE64)
-    if not head[1]:
+    prefix = image[:MOST_PREFIX].partition(BASE64)
+    if not prefix[1]:
         raise InvalidRowError(f"image is {shown(image)}, but data must be written as data:image/png;base64,...")
-    data = image[len(head[0]) + len(BASE64) :]
+    data = image[len(prefix[0]) + len(BASE64) :]
     if len(data) > MOST_BYTES // 3 * 4:
         raise InvalidRowError(f"image is {shown(image)}, but must have at most {MOST_BYTES} bytes")
     return base64.b64decode(data, validate=True)

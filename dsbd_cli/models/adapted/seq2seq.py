@@ -197,13 +197,13 @@ class Seq2SeqForestModel(TransformersForest):
 
     def layers_replaced(self) -> None:
         super().layers_replaced()
-        for name in ("_rows_alike", "_head"):
+        for name in ("_rows_alike", "_lm_head"):
             vars(self).pop(name, None)
 
     @functools.cached_property
-    def _head(self) -> PackedLinear | None:
+    def _lm_head(self) -> PackedLinear | None:
         """The LM head with the bias of the logits in its product; None where the model adds the bias itself."""
-        return _biased_head(self._model)
+        return _biased_lm_head(self._model)
 
     @functools.cached_property
     def _rows_alike(self) -> bool:
@@ -279,7 +279,7 @@ class Seq2SeqForestModel(TransformersForest):
             self.plain(answer.unsqueeze(0), sample_encoder_input(self, size, seed))
 
     def _runner(self) -> Any:
-        """Return the model without its head, where it has such a part."""
+        """Return the model without its LM head, where it has such a part."""
         return self._body if self._model.base_model is not self._model else self._model
 
     def _call(self, runner: Any, batch: ForestInput) -> Any:
@@ -305,16 +305,16 @@ class Seq2SeqForestModel(TransformersForest):
         if self._positions.argument:
             inputs[self._positions.argument] = batch.positions
         self._mask = self._source_mask(batch, hidden.shape[1], metadata)
-        head = self._head if runner is self._model else None
+        lm_head = self._lm_head if runner is self._model else None
         try:
             with (
                 attention_over(metadata),
                 self._positions.at(batch.positions, batch.slot_positions, inputs["decoder_input_ids"]),
             ):
-                output = (self._body if head else runner)(**inputs, use_cache=True, return_dict=True)
+                output = (self._body if lm_head else runner)(**inputs, use_cache=True, return_dict=True)
         finally:
             self._mask = None
-        return output if head is None else Seq2SeqLMOutput(logits=head(output[0]))
+        return output if lm_head is None else Seq2SeqLMOutput(logits=lm_head(output[0]))
 
     def _give_mask(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Put our mask of the source in place of the model's own mask, in a forest's forward."""
@@ -388,13 +388,13 @@ def encoder_digest(model: Any) -> str:
     return digest.hexdigest()
 
 
-def _biased_head(model: Any) -> PackedLinear | None:
-    """Return the head of BART and similar models with the bias in its product. These models add the bias to the logits,
-    which copies all of them. None where the model has another head."""
-    head, bias = model.get_output_embeddings(), getattr(model, "final_logits_bias", None)
-    if not isinstance(head, PackedLinear) or head.bias is not None or not isinstance(bias, Tensor):
+def _biased_lm_head(model: Any) -> PackedLinear | None:
+    """Return the LM head of BART and similar models with the bias in its product. These models add the bias to the
+    logits, which copies all of them. None where the model has another LM head."""
+    lm_head, bias = model.get_output_embeddings(), getattr(model, "final_logits_bias", None)
+    if not isinstance(lm_head, PackedLinear) or lm_head.bias is not None or not isinstance(bias, Tensor):
         return None
-    return head.with_bias(bias.flatten()) if bias.numel() == head.out_features else None
+    return lm_head.with_bias(bias.flatten()) if bias.numel() == lm_head.out_features else None
 
 
 def _decoder_positions(config: Any) -> int | None:

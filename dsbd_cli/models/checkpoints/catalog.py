@@ -102,16 +102,16 @@ def fit(large: Checkpoint, small: Checkpoint) -> Fit:
 
     Raises PairError where they do not fit, UnsupportedModelError for a trimmed target, ModelError for damaged files.
     """
-    from dsbd_cli.models.checkpoints.head import head_rows, trimmed_target
+    from dsbd_cli.models.checkpoints.lm_head import lm_head_rows, trimmed_target
     from dsbd_cli.models.checkpoints.vocabulary import check_pair
 
     ours, theirs = large.codec, small.codec
     our_text, their_text = (checkpoint.config.get_text_config(decoder=True) for checkpoint in (large, small))
     our_limit, their_limit = (getattr(text, "max_position_embeddings", None) for text in (our_text, their_text))
-    if head_rows(large.path) is not None:
+    if lm_head_rows(large.path) is not None:
         raise trimmed_target(large.spec)
     notes = check_pair(ours, theirs, our_text.vocab_size, their_text.vocab_size)
-    if (rows := head_rows(small.path)) is not None:
+    if (rows := lm_head_rows(small.path)) is not None:
         notes += (f"the draft is trimmed: its head has {rows} rows, and it proposes no other tokens",)
     limits = [limit for limit in (our_limit, their_limit) if limit is not None]
     if our_limit != their_limit:

@@ -18,8 +18,8 @@ from dsbd_cli.errors import ModelError, UnsupportedModelError, UsageError, one_l
 from dsbd_cli.models.checkpoints.adapters import merge_adapters
 from dsbd_cli.models.checkpoints.checkpoint import CAPTIONER, Checkpoint, quiet
 from dsbd_cli.models.checkpoints.gguf_parts import reading_parts
-from dsbd_cli.models.checkpoints.head import head_keys, install, read_head
 from dsbd_cli.models.checkpoints.linearised import unread
+from dsbd_cli.models.checkpoints.lm_head import install, lm_head_keys, read_trimmed_lm_head
 from dsbd_cli.models.checkpoints.mamba_ssm import KEY_MAPPING
 from dsbd_cli.ops.interface import LEAST_WEIGHTS
 from dsbd_cli.ops.select import int8_missing, packing_works
@@ -73,7 +73,7 @@ def _model(checkpoint: Checkpoint, config: Any, kind: Any, placed: dict[str, Any
     folder, name = checkpoint.path, checkpoint.name
     if not checkpoint.is_gguf and not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
         raise ModelError(f"{name}: {folder} holds no weights (*.safetensors, *.bin)")
-    head = read_head(folder)
+    lm_head = read_trimmed_lm_head(folder)
     try:
         with reading_parts(folder):
             loaded: Any = kind.from_pretrained(
@@ -104,15 +104,15 @@ def _model(checkpoint: Checkpoint, config: Any, kind: Any, placed: dict[str, Any
     check_device_map(model, checkpoint.spec)
     if config.model_type == CAPTIONER:
         model.begin_as_blip()
-    _check_report(report, name, set() if head is None else head_keys(model))
+    _check_report(report, name, set() if lm_head is None else lm_head_keys(model))
     if lost := unread(config, map(str, report.get("unexpected_keys") or ())):
         raise UnsupportedModelError(
             f"{name} has {lost[0]}, a weight of linear attention, in a pickled file without an index, where "
             "such weights are not looked for: convert it to safetensors"
         )
     check_numbers(model.named_parameters(), name)
-    if head is not None:
-        install(model, head, name)
+    if lm_head is not None:
+        install(model, lm_head, name)
     return model
 
 

@@ -92,7 +92,7 @@ class DecoderForestModel(BaseForestModel):
         self._form = query, key, key  # a query, a key and a value in the form of all layers'
         self._cache.learn_all([(plane, plane)] * spec.layers)
         self._pads_forwards = decoder.ops.program is None  # kernels of the CPU compute each row by itself
-        self._dtype, self._width = weights.dtype, sum(weights.head.parts)
+        self._dtype, self._width = weights.dtype, sum(weights.lm_head.parts)
         self._angles: list[tuple[Tensor, Tensor]] = []
         self._built_programs = 0
         self._programs: dict[Hashable, _LayerProgram] = {}
@@ -157,7 +157,7 @@ class DecoderForestModel(BaseForestModel):
     def size(self) -> ModelSize:
         weights, spec = self.decoder.weights, self.decoder.spec
         linears = [linear for layer in weights.layers for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-        held = [weight for linear in (*linears, weights.head) for weight in linear.weights]
+        held = [weight for linear in (*linears, weights.lm_head) for weight in linear.weights]
         table = weights.table
         shared = any(address(weight) == table.data_ptr() for weight in held)
         read = sum(weight.nbytes for weight in held)
@@ -225,7 +225,7 @@ class DecoderForestModel(BaseForestModel):
         inputs = LayerInputs(slots, angles, attention)
         residual, branch, _ = decoder.layers(decoder.embed(tokens.to(self._device)), inputs)
         last, _ = decoder.finish(residual, branch)
-        return self._fitted(decoder.logits(decoder.head(last), last))
+        return self._fitted(decoder.logits(decoder.lm_head(last), last))
 
     def _run(self, batch: ForestInput, *, logits: bool) -> Tensor | None:
         decoder = self.decoder
@@ -249,7 +249,7 @@ class DecoderForestModel(BaseForestModel):
             return self._computed(hidden, inputs, logits)
         if self._programs_of != self.generation:
             self.forget_programs()
-        ends = logits and self.decoder.weights.head.compiled  # a program would keep a copy of what torch computes
+        ends = logits and self.decoder.weights.lm_head.compiled  # a program would keep a copy of what torch computes
         key = (torch.get_num_threads(), hidden.shape, ends, views)
         made = self._programs.pop(key, None)
         if made is None:
@@ -261,14 +261,14 @@ class DecoderForestModel(BaseForestModel):
         made.load(hidden, inputs)
         product = made.program.run()
         if logits and product is None:
-            product = self.decoder.head(made.results.last)
+            product = self.decoder.lm_head(made.results.last)
         return replace(made.results, product=product)
 
     def _computed(self, hidden: Tensor, inputs: LayerInputs, logits: bool) -> _Results:
         residual, branch, hidden_states = self.decoder.layers(hidden, inputs, self._watched)
         run.begin(self.decoder.spec.layers)
         last, summed = self.decoder.finish(residual, branch)
-        return _Results(last, summed, hidden_states, self.decoder.head(last) if logits else None)
+        return _Results(last, summed, hidden_states, self.decoder.lm_head(last) if logits else None)
 
     def _built(self, hidden: Tensor, inputs: LayerInputs, logits: bool) -> _LayerProgram:
         """Build the program for the shape of this forward, with copies of its inputs."""

@@ -38,11 +38,12 @@ class LayerInputs:
 
 
 class Decoder:
-    """A decoder with its weights. `embed`, `layers`, `finish`, `head` and `logits`, in this order, are its forward."""
+    """A decoder with its weights. `embed`, `layers`, `finish`, `lm_head` and `logits`, in this order, are its
+    forward."""
 
     def __init__(self, spec: DecoderSpec, weights: DecoderWeights, ops: Ops) -> None:
         self.spec, self.weights, self.ops = spec, weights, ops
-        self.own_rows: OwnRows | None = None  # where the head lacks tokens, but the whole table is at hand
+        self.own_rows: OwnRows | None = None  # where the LM head lacks tokens, but the whole table is at hand
         # rounded to the dtype, as the families that scale their embeddings do
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=weights.dtype, device=weights.table.device)
 
@@ -55,7 +56,7 @@ class Decoder:
             for number, layer in enumerate(weights.layers)
             for name, _ in layer.linears
         ]
-        return [*products, ("head", weights, "head")] if isinstance(weights.head, PlainLinear) else products
+        return [*products, ("lm_head", weights, "lm_head")] if isinstance(weights.lm_head, PlainLinear) else products
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return embeddings [R, n, H] of tokens [R, n]."""
@@ -88,13 +89,13 @@ class Decoder:
         """Return the final norm [R, n, H] of the sum of both, and the sum."""
         return self.ops.norm(self.weights.norm, branch, residual)
 
-    def head(self, hidden: Tensor) -> Tensor:
+    def lm_head(self, hidden: Tensor) -> Tensor:
         """Return the product [R, n, V] of the LM head with hidden states after `finish`."""
-        return self.weights.head.compute(hidden)
+        return self.weights.lm_head.compute(hidden)
 
     def logits(self, logits: Tensor, hidden: Tensor, own_ids: Tensor | None = None) -> Tensor:
-        """Return the logits [R, n, V], or of as many tokens as the head has, from the product `logits` of `head` with
-        hidden states [R, n, H]. Logits of own_ids [R, o] follow them."""
+        """Return the logits [R, n, V], or of as many tokens as the LM head has, from the product `logits` of `lm_head`
+        with hidden states [R, n, H]. Logits of own_ids [R, o] follow them."""
         cap = self.spec.logit_softcap
         if own_ids is not None:
             assert self.own_rows is not None

@@ -16,7 +16,7 @@ from torch import Tensor
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.models.checkpoints.checkpoint import Checkpoint, Tensors
 from dsbd_cli.models.checkpoints.generation import CheckpointSettings
-from dsbd_cli.models.checkpoints.head import TrimmedHead
+from dsbd_cli.models.checkpoints.lm_head import TrimmedLMHead
 from dsbd_cli.models.checkpoints.loader import too_small
 from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
 from dsbd_cli.models.decoder.forward import Decoder
@@ -39,7 +39,7 @@ class DecoderParts:
     Attributes:
         name: of the model, as the user wrote it.
         dtype: that it computes in. device: that it lies on.
-        head: rows that take the place of the checkpoint's head.
+        lm_head: rows that take the place of the checkpoint's LM head.
     """
 
     name: str
@@ -48,7 +48,7 @@ class DecoderParts:
     dtype: torch.dtype
     device: torch.device
     settings: CheckpointSettings
-    head: TrimmedHead | None = None
+    lm_head: TrimmedLMHead | None = None
 
 
 def spec_or_reason(checkpoint: Checkpoint) -> DecoderSpec | str:
@@ -69,15 +69,15 @@ def build_decoder(parts: DecoderParts, stock: Callable[[], Any], kernels: frozen
     stock: loads the model as transformers runs it. kernels: names of the kernels that a GPU may run. Raises KeyError
     and ValueError for tensors that are missing or have other shapes.
     """
-    head = parts.head
-    weights = read_weights(parts.spec, parts.tensors, parts.dtype, head)
+    lm_head = parts.lm_head
+    weights = read_weights(parts.spec, parts.tensors, parts.dtype, lm_head)
     weights.to(parts.device)
     ops = decoder_ops(parts.spec, parts.device, parts.dtype, kernels)
     model = DecoderForestModel(Decoder(parts.spec, weights, ops), parts.name, parts.settings, stock)
-    if head is not None:
-        model.spread(head.ids, head.vocab_size)
-        if head.bias is None:
-            model.decoder.own_rows = OwnRows.of(head.weight, head.ids, weights.table, parts.dtype)
+    if lm_head is not None:
+        model.spread(lm_head.ids, lm_head.vocab_size)
+        if lm_head.bias is None:
+            model.decoder.own_rows = OwnRows.of(lm_head.weight, lm_head.ids, weights.table, parts.dtype)
     return model
 
 

@@ -1,6 +1,6 @@
-"""Rows of an LM head for tokens that a trimmed head lacks: the request's own ids.
+"""Rows of an LM head for tokens that a trimmed LM head lacks: the request's own ids.
 
-Letters: R batch rows, n nodes, H hidden width, o own ids, m tokens of the trimmed head, V rows of the whole one.
+Letters: R batch rows, n nodes, H hidden width, o own ids, m tokens of the trimmed LM head, V rows of the whole one.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dsbd_cli.ops.interface import RowsLinear
 from dsbd_cli.ops.select import ops_for
 
 OWN_IDS = "each request adds ids of its own"
-COMPARED = 1024  # rows of a trimmed head that are compared with a table, to tell whether the head is a part of it
+COMPARED = 1024  # rows of a trimmed LM head that are compared with a table, to tell whether the LM head is a part of it
 ROUNDED = 1e-2  # largest relative difference between equal numbers: bfloat16 rounds to 0.4 %
 
 
 @dataclass(slots=True)
 class OwnRows:
-    """The whole table that the rows of a trimmed head come from.
+    """The whole table that the rows of a trimmed LM head come from.
 
     Attributes:
         table: [V, H], in any dtype.
@@ -35,7 +35,7 @@ class OwnRows:
 
     @classmethod
     def of(cls, rows: Tensor, ids: Tensor, table: Tensor, dtype: torch.dtype, scale: float = 1.0) -> OwnRows | None:
-        """Return the whole table if rows [m, H] of a trimmed head, for the tokens ids [m] int64, are rows of `table`
+        """Return the whole table if rows [m, H] of a trimmed LM head, for the tokens ids [m] int64, are rows of `table`
         [V, H] over `scale`, except for rounding. Otherwise return None.
 
         At most COMPARED rows, evenly spaced, are compared. dtype: the dtype that products are computed in.

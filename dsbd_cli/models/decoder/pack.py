@@ -17,7 +17,7 @@ from dsbd_cli.ops.reference import outlier_channels
 from dsbd_cli.ops.select import int8_linear
 
 Outliers = Mapping[str, Tensor]
-"""Input channels [k] of each product that int8 leaves as they are, by the product's name: `3.qkv`, `head`."""
+"""Input channels [k] of each product that int8 leaves as they are, by the product's name: `3.qkv`, `lm_head`."""
 
 
 def pack_decoder(decoder: Decoder, device: torch.device) -> None:

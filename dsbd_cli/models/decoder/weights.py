@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dsbd_cli.models.checkpoints.checkpoint import Tensors
-from dsbd_cli.models.checkpoints.head import TrimmedHead
+from dsbd_cli.models.checkpoints.lm_head import TrimmedLMHead
 from dsbd_cli.models.decoder.spec import DecoderSpec
 from dsbd_cli.ops import run
 from dsbd_cli.ops.interface import Linear
@@ -92,7 +92,7 @@ class DecoderWeights:
     table: Tensor
     layers: list[LayerWeights]
     norm: Norm
-    head: Linear
+    lm_head: Linear
     dtype: torch.dtype
 
     def to(self, device: torch.device) -> None:
@@ -106,23 +106,23 @@ class DecoderWeights:
                 layer.head_norms = layer.head_norms[0].to(device), layer.head_norms[1].to(device)
             for _, linear in layer.linears:
                 linear.to(device)
-        if isinstance(self.head, PlainLinear):
-            self.head.to(device)
+        if isinstance(self.lm_head, PlainLinear):
+            self.lm_head.to(device)
 
 
 def read_weights(
-    spec: DecoderSpec, tensors: Tensors, dtype: torch.dtype, head: TrimmedHead | None = None
+    spec: DecoderSpec, tensors: Tensors, dtype: torch.dtype, lm_head: TrimmedLMHead | None = None
 ) -> DecoderWeights:
     """Read a checkpoint's tensors into the weights of a decoder.
 
-    head: rows that take the place of the checkpoint's head. Raises KeyError for a tensor that is missing, ValueError
-    for one of another shape.
+    lm_head: rows that take the place of the checkpoint's LM head. Raises KeyError for a tensor that is missing,
+    ValueError for one of another shape.
     """
     reader = WeightReader(spec, tensors, dtype)
     layers = [reader.layer(number) for number in range(spec.layers)]
     table = reader.tensor("embed_tokens.weight", spec.vocabulary, spec.hidden)
-    if head is not None:
-        last: Linear = PlainLinear([head.weight], [head.bias])
+    if lm_head is not None:
+        last: Linear = PlainLinear([lm_head.weight], [lm_head.bias])
     elif spec.tied:
         last = PlainLinear([table], [None])
     else:

@@ -22,7 +22,7 @@ MOST_BITS = 16384  # of the ancestors of a request at most, padding included
 TILE = 32  # tokens of a history that are written at a time
 CHUNK = 8  # slots that are moved at a time
 COLUMNS_MOVED = 512
-HEAD, WIDE = tl.constexpr(FIRST), tl.constexpr(COLUMNS)
+REPORT_FIRST, REPORT_COLUMNS = tl.constexpr(FIRST), tl.constexpr(COLUMNS)
 
 
 @triton.jit
@@ -71,7 +71,7 @@ def commit_kernel(
     kept = w < beams
     mine = row * beams + w
     row_nodes = row * nodes
-    row_report = verified_report + row * (HEAD + depth * WIDE)
+    row_report = verified_report + row * (REPORT_FIRST + depth * REPORT_COLUMNS)
     done = tl.load(row_report + 0) != 0
     steps = tl.load(row_report + 2)
     going = (tl.load(state_active + row) != 0) & (done == 0)

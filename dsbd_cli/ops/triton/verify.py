@@ -37,7 +37,7 @@ from dsbd_cli.ops.triton.launch import launch, operator
 from dsbd_cli.ops.triton.rejection import completed, find, tested
 
 MOST_BEAMS = 16
-HEAD, WIDE = tl.constexpr(FIRST), tl.constexpr(COLUMNS)
+REPORT_FIRST, REPORT_COLUMNS = tl.constexpr(FIRST), tl.constexpr(COLUMNS)
 ACCEPT, RESIDUAL = tl.constexpr(layout.ACCEPT), tl.constexpr(layout.RESIDUAL)
 COMPLETION = tl.constexpr(layout.COMPLETION)
 
@@ -107,8 +107,8 @@ def first_counters(report, valid, drafter_id, base, roots, drafted, depth, beams
         there = k < drafted
         real = tl.load(valid + below, mask=there, other=0) != 0
         second = tl.load(drafter_id + below, mask=there, other=0)
-        column = report + HEAD + layer * WIDE
-        for place in tl.static_range(WIDE):
+        column = report + REPORT_FIRST + layer * REPORT_COLUMNS
+        for place in tl.static_range(REPORT_COLUMNS):
             if place != 1 and place != 3 and place != 7:  # noqa: PLR1714  # triton has no sets
                 tl.store(column + place, tl.full((), 0, tl.int64))
         tl.store(column + 1, tl.sum(real.to(tl.int64), 0))
@@ -162,7 +162,7 @@ def verify_kernel(
     flat = tl.arange(0, WP * CP)
     kept = w < beams
     base = row * nodes
-    width = HEAD + depth * WIDE
+    width = REPORT_FIRST + depth * REPORT_COLUMNS
     report = verified_report + row * width
     running = tl.load(state_active + row) != 0
     first_counters(report, node_valid, node_drafter_id, base, roots, drafts, depth, beams, k)
@@ -296,7 +296,7 @@ def verify_kernel(
             accepted = num_nodes
         # counters
         if layer < depth:
-            column_of = report + HEAD + layer * WIDE
+            column_of = report + REPORT_FIRST + layer * REPORT_COLUMNS
             parents = (d_parent[:, None] == node[None, :]) & (alive & ((w < roots) | (layer > 0)))[None, :]
             living = (tl.max(parents.to(tl.int32), 1) > 0) & d_valid
             n_drafter_id = tl.load(node_drafter_id + base + n_node, mask=is_node, other=0)

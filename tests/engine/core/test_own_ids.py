@@ -23,7 +23,7 @@ BELOW = 80  # tokens from here on have no row
 class Trimmed(HashModel):
     """Lacks tokens, and has rows of most of them."""
 
-    head_ids = torch.tensor(FIXED)
+    lm_head_ids = torch.tensor(FIXED)
     own_ids_below = BELOW
 
 
@@ -157,7 +157,7 @@ def test_drafts_that_have_no_use_for_them() -> None:
     device = torch.device("cpu")
     whole, rowless, all_but_none = HashModel(V), Trimmed(V), Trimmed(V)
     rowless.own_ids_below = 0
-    all_but_none.head_ids = torch.arange(BELOW)
+    all_but_none.lm_head_ids = torch.arange(BELOW)
     for model in (None, whole, rowless, all_but_none):
         assert OwnIds.of(model, V, 2, device) is None
     narrow = OwnIds.of(Trimmed(V), 30, 2, device)  # the target's vocabulary is smaller

@@ -12,7 +12,7 @@ from dsbd_cli import Engine, Request, SamplingConfig
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.engine.core.candidates import CandidateCount, top_candidates
 from dsbd_cli.engine.core.topk import BLOCKED_FROM
-from dsbd_cli.engine.drafting.logits import DraftLogits, head_ids
+from dsbd_cli.engine.drafting.logits import DraftLogits, lm_head_ids
 from dsbd_cli.engine.protocols import ForestInput
 from tests.helpers.toy import HashModel
 from tests.helpers.toys import NumberCodec
@@ -47,9 +47,9 @@ def test_where_all_tokens_are_wanted_those_without_a_column_have_no_mass() -> No
 
 def test_columns_past_the_target_s_vocabulary_are_cut() -> None:
     model: Any = HashModel(V)
-    assert head_ids(model, V) is None
-    model.head_ids = torch.tensor([1, 5, 58, 59])
-    ids = head_ids(model, 59)
+    assert lm_head_ids(model, V) is None
+    model.lm_head_ids = torch.tensor([1, 5, 58, 59])
+    ids = lm_head_ids(model, 59)
     assert ids is not None
     assert ids.tolist() == [1, 5, 58]
     assert DraftLogits.of(torch.ones(1, 1, 4), ids, 59).wide().shape == (1, 1, 59)
@@ -59,7 +59,7 @@ def test_columns_past_the_target_s_vocabulary_are_cut() -> None:
 class Narrow(HashModel):
     """Has columns for IDS alone."""
 
-    head_ids = IDS
+    lm_head_ids = IDS
 
     def forward(self, batch: ForestInput, *, logits: bool = True) -> Tensor | None:
         found = super().forward(batch, logits=logits)

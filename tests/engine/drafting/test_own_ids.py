@@ -44,7 +44,7 @@ class Trimmed(HashModel):
     """A draft whose head has the tokens FIXED, with rows of those below BELOW. `whole`: its logits of all tokens, of
     each forward of a layer."""
 
-    head_ids = TRIMMED
+    lm_head_ids = TRIMMED
     own_ids_below = BELOW
 
     def forward(self, batch: ForestInput, *, logits: bool = True) -> Tensor | None:
@@ -301,7 +301,7 @@ def test_best_pairs_are_of_the_ids_of_the_row(drafter: str, idle: bool, monkeypa
 class TrimmedTable(TableLM):
     """A draft of tables that lacks all tokens but one or two."""
 
-    head_ids = torch.tensor([1])
+    lm_head_ids = torch.tensor([1])
 
     @property
     def own_ids_below(self) -> int:  # type: ignore[override]
@@ -314,7 +314,7 @@ class TrimmedTable(TableLM):
         assert batch.own_ids is not None
         ids = batch.own_ids.unsqueeze(1).expand(-1, found.shape[1], -1)
         own = found.gather(2, ids.clamp(max=self.vocab_size - 1)).masked_fill(ids >= self.vocab_size, -math.inf)
-        return torch.cat((found[..., self.head_ids], own), -1)
+        return torch.cat((found[..., self.lm_head_ids], own), -1)
 
 
 @pytest.mark.parametrize(("settings", "drafter"), [(LONE, "beam"), (ENDING, "beam"), (ENDING, "rsd-s")])

@@ -25,7 +25,7 @@ from dsbd_cli.models.checkpoints.checkpoint import Checkpoint, open_pair
 from dsbd_cli.models.checkpoints.loader import load_network
 from dsbd_cli.models.checkpoints.registry import parts_of
 from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
-from dsbd_cli.models.heads.load import load_head
+from dsbd_cli.models.draft_heads.load import load_draft_head
 from dsbd_cli.models.load_model import load_model
 from dsbd_cli.models.tokenizer import HFCodec
 from dsbd_cli.models.verdicts import fingerprint
@@ -444,7 +444,7 @@ def test_where_adapters_cannot_be_merged(tmp_path: Path, monkeypatch: pytest.Mon
         Checkpoint.open(ModelSpec(both, tensor_parallel=2))
     forest = load_model(Checkpoint.open(spec_of(base))).model
     with pytest.raises(DsbdError, match="has an adapter, which a head does not take"):
-        load_head(*open_pair(spec_of(base), spec_of(both, role="draft")), forest)
+        load_draft_head(*open_pair(spec_of(base), spec_of(both, role="draft")), forest)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(DsbdError, match=r"pip install 'dsbd\[adapters\]'"):
         Checkpoint.open(spec_of(both))

@@ -216,7 +216,7 @@ def test_a_loaded_model_is_close_and_invariant(family: str, dtype: str, any_size
     else:
         weights = target.decoder.weights
         products = [getattr(one, name) for one in weights.layers for name in ("qkv", "out", "gate_up", "down")]
-        assert {type(one) for one in (*products, weights.head)} == {Int8Product}
+        assert {type(one) for one in (*products, weights.lm_head)} == {Int8Product}
     assert target.invariant
     exact: Any = load_model(Checkpoint.open(ModelSpec(folder, device="cpu", dtype="float32"))).model
     tokens = torch.randint(0, V, (2, 19), generator=torch.Generator().manual_seed(5))

@@ -52,8 +52,8 @@ def forest_of(family: str, *kernels: str, **changes: Any) -> DecoderForestModel:
         for layer in weights.layers:
             for name, linear in [*layer.linears]:
                 setattr(layer, name, ops.linear(linear.weights, linear.biases))
-        assert isinstance(weights.head, PlainLinear)
-        weights.head = ops.linear(weights.head.weights, weights.head.biases)
+        assert isinstance(weights.lm_head, PlainLinear)
+        weights.lm_head = ops.linear(weights.lm_head.weights, weights.lm_head.biases)
     return DecoderForestModel(Decoder(spec, weights, ops), family, CheckpointSettings.of(model.config, {}))
 
 

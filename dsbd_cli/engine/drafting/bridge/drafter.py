@@ -25,7 +25,7 @@ from dsbd_cli.engine.drafting.base import DraftContext, Drafter, DrafterInputs, 
 from dsbd_cli.engine.drafting.bridge.bridged import BridgedDraft
 from dsbd_cli.engine.drafting.bridge.prefix_tree import PrefixCache
 from dsbd_cli.engine.drafting.bridge.token_bytes import Spelling, split_word, standing_suffix, valid_prefix
-from dsbd_cli.engine.drafting.logits import DraftLogits, head_ids
+from dsbd_cli.engine.drafting.logits import DraftLogits, lm_head_ids
 from dsbd_cli.errors import UsageError
 
 MOST_PER_LAYER, SPARE = 2, 4  # an iteration takes MOST_PER_LAYER * D + SPARE draft forwards at most
@@ -232,7 +232,7 @@ class BridgeDrafter(Drafter):
             self._extend_while_certain(draft)
         logits = self._cache.run([[draft.ids for draft in drafts] for drafts in live])
         size = self._model.vocab_size
-        logits = DraftLogits.of(logits, head_ids(self._model, size), size).wide().to(torch.float32)
+        logits = DraftLogits.of(logits, lm_head_ids(self._model, size), size).wide().to(torch.float32)
         logits = self._agreeing(logits, live)
         scores = torch.log_softmax(logits, -1).nan_to_num(nan=NEG_INF, neginf=NEG_INF)
         best, tokens = torch.topk(scores, min(width, scores.shape[-1]), dim=-1)

@@ -31,7 +31,7 @@ from dsbd_cli.ops.reference import Norm
 AFTER_NORM = "it reads the states after the final norm"
 
 
-class HeadDecoder(Decoder):
+class DraftHeadDecoder(Decoder):
     """A decoder of one layer whose inputs are a token and a state, and whose outputs are logits and a state."""
 
     def __init__(self, spec: DecoderSpec, weights: DecoderWeights, ops: Ops, parts: Eagle3Parts | MtpParts) -> None:
@@ -77,7 +77,7 @@ class Eagle3Parts:
     norm_output: bool = False
 
 
-class Eagle3Decoder(HeadDecoder):
+class Eagle3Decoder(DraftHeadDecoder):
     """The decoder of an EAGLE-3 head. Queries, keys and values are computed from token and state side by side [2H], and
     the residual stream begins with the state."""
 
@@ -122,7 +122,7 @@ class MtpParts:
     state_norm: Norm
 
 
-class MtpDecoder(HeadDecoder):
+class MtpDecoder(DraftHeadDecoder):
     """The decoder of an MTP layer (multi-token prediction). Token and state are joined before an ordinary layer of the
     target's kind. States are those after the final norm."""
 
@@ -140,7 +140,7 @@ class MtpDecoder(HeadDecoder):
         return last
 
 
-class TargetHead(BaseForestModel):
+class BaseDraftHead(BaseForestModel):
     """The base class of draft heads, whatever runs their layer: a head and the target whose states it reads and
     guesses.
 
@@ -220,7 +220,7 @@ class TargetHead(BaseForestModel):
         return torch.where(seen.unsqueeze(-1) > 0, self._target.states[_rows(batch), slot], 0)
 
 
-class HeadForestModel(TargetHead, DecoderForestModel):
+class DecoderDraftHead(BaseDraftHead, DecoderForestModel):
     """A head whose layer our own decoder runs.
 
     layers: numbers of layers of the target after which hidden states are taken; empty: they are taken after its final
@@ -228,10 +228,10 @@ class HeadForestModel(TargetHead, DecoderForestModel):
     """
 
     def __init__(
-        self, target: BaseForestModel, decoder: HeadDecoder, layers: Sequence[int], name: str, form: str
+        self, target: BaseForestModel, decoder: DraftHeadDecoder, layers: Sequence[int], name: str, form: str
     ) -> None:
         super().__init__(decoder, name, CheckpointSettings(form, None, {}))
-        self._head, self._target, self.form = decoder, target, form
+        self._draft_head, self._target, self.form = decoder, target, form
         target.tap(self._tap_after(layers))
 
     @property
@@ -239,8 +239,8 @@ class HeadForestModel(TargetHead, DecoderForestModel):
         size, mine, target = super().size, self.decoder.weights, self._target
         theirs = [target.embeddings]
         if isinstance(target, DecoderForestModel):
-            theirs += target.decoder.weights.head.weights
-        sizes = {address(weight): weight.nbytes for weight in (mine.table, *mine.head.weights)}
+            theirs += target.decoder.weights.lm_head.weights
+        sizes = {address(weight): weight.nbytes for weight in (mine.table, *mine.lm_head.weights)}
         shared = sum(sizes[address(weight)] for weight in theirs if address(weight) in sizes)
         return replace(size, held_bytes=size.held_bytes - shared)
 
@@ -259,10 +259,10 @@ class HeadForestModel(TargetHead, DecoderForestModel):
         self._target.tap(self._tap_after(layers))
 
     def _tap_after(self, layers: Sequence[int]) -> StateTap:
-        return StateTap(tuple(layers), self._head.spec.hidden, self._head.fuse)
+        return StateTap(tuple(layers), self._draft_head.spec.hidden, self._decoder.fuse)
 
     def _run(self, batch: ForestInput, *, logits: bool) -> Tensor | None:
-        head, cache = self._head, self._cache
+        head, cache = self._draft_head, self._cache
         states = self._parents(batch)
         batch = without_first(batch)
         cache.begin(batch.slots, batch.rows, batch.mask.shape[-1])

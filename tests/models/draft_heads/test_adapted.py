@@ -16,26 +16,36 @@ from torch import Tensor
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
-from dsbd_cli.engine.protocols import HeadModel
+from dsbd_cli.engine.protocols import DraftHeadModel
 from dsbd_cli.errors import ModelError, UsageError
 from dsbd_cli.models.adapted.adapter import LAST
 from dsbd_cli.models.adapted.patching import Int8Linear
 from dsbd_cli.models.checkpoints.checkpoint import Checkpoint, open_pair
+from dsbd_cli.models.draft_heads.adapted_head import TransformersDraftHead
+from dsbd_cli.models.draft_heads.load import load_draft_head
+from dsbd_cli.models.draft_heads.model import DecoderDraftHead
 from dsbd_cli.models.forest_model import StateTap
-from dsbd_cli.models.heads.adapted_head import MtpForestModel
-from dsbd_cli.models.heads.head_model import HeadForestModel
-from dsbd_cli.models.heads.load import load_head
 from dsbd_cli.models.load_model import load_model
 from dsbd_cli.models.pair import load_pair
 from dsbd_cli.models.verdicts import TIMES_ROUNDING
 from tests.helpers.checkpoints import numbers
 from tests.helpers.tiny import V, build
-from tests.models.heads.adapted import LAYERS, StockHead, save_target
-from tests.models.heads.checkpoints import LAYER_IDS, ScalarHead, eagle3
-from tests.models.heads.test_heads import Watch, answers, apart, choose, engine_of, follow, guide_of, spec_for, watched
+from tests.models.draft_heads.adapted import LAYERS, StockHead, save_target
+from tests.models.draft_heads.checkpoints import LAYER_IDS, ScalarHead, eagle3
+from tests.models.draft_heads.test_draft_heads import (
+    Watch,
+    answers,
+    apart,
+    choose,
+    engine_of,
+    follow,
+    guide_of,
+    spec_for,
+    watched,
+)
 from tests.ops.cpu.test_int8 import any_size, needs_int8  # noqa: F401
 
-Loads = Callable[[str], tuple[Any, MtpForestModel, StockHead]]
+Loads = Callable[[str], tuple[Any, TransformersDraftHead, StockHead]]
 
 
 @pytest.fixture(scope="module")
@@ -43,11 +53,11 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loads:
     """Pairs by family, each made and loaded once, with the head's formula."""
 
     @cache
-    def load(family: str) -> tuple[Any, MtpForestModel, StockHead]:
+    def load(family: str) -> tuple[Any, TransformersDraftHead, StockHead]:
         folder, whole = save_target(tmp_path_factory.mktemp("adapted"), family)
         pair = load_pair(*open_pair(spec_for(folder), spec_for("mtp", "draft")))
         head: Any = pair.draft
-        assert isinstance(head, MtpForestModel)
+        assert isinstance(head, TransformersDraftHead)
         return pair, head, StockHead(folder, whole, family)
 
     return load
@@ -128,7 +138,7 @@ def test_a_layer_says_what_it_says_in_transformers(family: str, loaded: Loads, m
     assert apart(head.read(tokens)[:, 1:], wanted) <= 1e-5
 
 
-def eagle3_pair(folder: Path, family: str) -> tuple[Any, HeadForestModel, ScalarHead]:
+def eagle3_pair(folder: Path, family: str) -> tuple[Any, DecoderDraftHead, ScalarHead]:
     """Write an adapted target and an EAGLE-3 head, and load them; return them with the head's formula."""
     if family == "gpt-oss":
         kinds = ["sliding_attention", "full_attention"]
@@ -203,7 +213,7 @@ def test_a_layer_that_is_too_small_for_int8(loaded: Loads) -> None:
     target, spec = pair.target, spec_for("mtp", "draft", quantize="int8")
     target.tap(None)
     with pytest.raises(UsageError, match=r"the target's own MTP layer has no linear layer of .* or more: drop it"):
-        load_head(*open_pair(spec_for(target.name), spec), target)
+        load_draft_head(*open_pair(spec_for(target.name), spec), target)
     target.tap(None)
     target.tap(StateTap((), 64, lambda taken: taken[0]))  # as it was
 
@@ -211,9 +221,9 @@ def test_a_layer_that_is_too_small_for_int8(loaded: Loads) -> None:
 def test_what_the_engine_sees(loaded: Loads) -> None:
     pair, head, _ = loaded("qwen3.5")
     target = pair.target
-    assert isinstance(head, HeadModel)
-    assert not isinstance(target, HeadModel)
-    assert head.head_ids is None
+    assert isinstance(head, DraftHeadModel)
+    assert not isinstance(target, DraftHeadModel)
+    assert head.lm_head_ids is None
     assert (head.vocab_size, head.max_positions) == (V, target.max_positions)
     assert (head.copies_prefixes, target.copies_prefixes) == (True, False)
     assert pair.draft_form == "MTP layer (mtp.*); it reads the states after the final norm"
@@ -249,7 +259,7 @@ def test_a_layer_that_is_not_understood(
     save_file({name: one for name, one in tensors.items() if one is not None}, folder / "model.safetensors")
     target = load_model(Checkpoint.open(spec_for(folder, "draft"))).model
     with pytest.raises(ModelError, match=says) as caught:
-        load_head(*open_pair(spec_for(folder), spec_for("mtp", "draft")), target)
+        load_draft_head(*open_pair(spec_for(folder), spec_for("mtp", "draft")), target)
     assert "\n" not in str(caught.value)
     assert "the target's own MTP layer cannot be read: " in str(caught.value)
 
@@ -262,10 +272,10 @@ def test_settings_of_an_mtp_layer_that_are_not_known(tmp_path: Path) -> None:
         (folder / "config.json").write_text(json.dumps({**config, **more}))
         target = load_model(Checkpoint.open(spec_for(folder, "draft"))).model
         if says is None:
-            assert load_head(*open_pair(spec_for(folder), spec_for("mtp", "draft")), target)
+            assert load_draft_head(*open_pair(spec_for(folder), spec_for("mtp", "draft")), target)
             continue
         with pytest.raises(ModelError, match=says):
-            load_head(*open_pair(spec_for(folder), spec_for("mtp", "draft")), target)
+            load_draft_head(*open_pair(spec_for(folder), spec_for("mtp", "draft")), target)
 
 
 def test_a_head_of_its_own(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.helpers.checkpoints import numbers
 from tests.helpers.tiny import DELTA, EXPERTS
-from tests.models.heads.checkpoints import ScalarHead, Tokens, random
+from tests.models.draft_heads.checkpoints import ScalarHead, Tokens, random
 
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32, "rope_parameters": {
     "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5,

@@ -15,17 +15,17 @@ from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.errors import ModelError
 from dsbd_cli.io.lines.jsonl import LineWriter
 from dsbd_cli.models.checkpoints.checkpoint import Checkpoint, open_pair
-from dsbd_cli.models.heads.load import load_head
+from dsbd_cli.models.draft_heads.load import load_draft_head
 from dsbd_cli.models.load_model import load_model
 from dsbd_cli.train.compare import with_draft
 from dsbd_cli.train.distributions import Teacher, divergence, likely_tokens
-from dsbd_cli.train.head import HeadStudent, Trees, new_head, read_head, tapped_layers
+from dsbd_cli.train.draft_head import DraftHeadStudent, Trees, new_draft_head, read_draft_head, tapped_layers
 from dsbd_cli.train.target_answers import AnswerTokens, make_answers, read_answers
 from dsbd_cli.train.training import UNROLLED, Recipe, Training
 from tests.helpers.answers import chain
 from tests.helpers.toys import NumberCodec, table_pair
 from tests.models.decoders import V, build_decoder, save_decoder
-from tests.models.heads.checkpoints import LAYERS, ScalarHead
+from tests.models.draft_heads.checkpoints import LAYERS, ScalarHead
 
 IDS = torch.tensor([*range(1, 30), *range(40, 80)])
 # a tree: 7 and 8 follow the prompt, 9 and 10 the 7, 11 the 8, 12 the 10, 13 the 12; and an answer of a short prompt
@@ -44,9 +44,9 @@ def target(spec: ModelSpec) -> Any:
     return load_model(Checkpoint.open(spec)).model
 
 
-def shaken(spec: ModelSpec) -> HeadStudent:
+def shaken(spec: ModelSpec) -> DraftHeadStudent:
     """A head whose weights all matter: a new one does not read tokens."""
-    head, made = new_head(spec, IDS, 0), torch.Generator().manual_seed(1)
+    head, made = new_draft_head(spec, IDS, 0), torch.Generator().manual_seed(1)
     with torch.no_grad():
         for weights in head.parameters():
             spread = 0.3 * weights.std(correction=0).clamp(min=0.1)
@@ -92,9 +92,9 @@ def test_what_is_written_is_what_was_trained(spec: ModelSpec, target: Any, tmp_p
     """Our own reader gives the trained head's logits; what other engines ask of such a folder is there."""
     head = shaken(spec)
     head.write(tmp_path, "float32")
-    found = load_head(*open_pair(spec, ModelSpec(str(tmp_path), "draft", dtype="float32", device="cpu")), target)
-    assert found.head_ids is not None
-    assert found.head_ids.tolist() == IDS.tolist()
+    found = load_draft_head(*open_pair(spec, ModelSpec(str(tmp_path), "draft", dtype="float32", device="cpu")), target)
+    assert found.lm_head_ids is not None
+    assert found.lm_head_ids.tolist() == IDS.tolist()
     assert target._tap.layers == head.taps, "as written, whatever the states of other layers would give"
     text = ANSWERS[1].text
     places = torch.arange(len(text))
@@ -123,7 +123,7 @@ def test_what_is_written_is_what_was_trained(spec: ModelSpec, target: Any, tmp_p
     assert config["norm_before_residual"] is False
     assert config["draft_vocab_size"] == len(IDS)
     assert config["eagle_aux_hidden_state_layer_ids"] == list(head.taps)
-    again = read_head(tmp_path, spec)
+    again = read_draft_head(tmp_path, spec)
     for name, weights in head.state_dict().items():
         assert torch.equal(again.state_dict()[name], weights), name
     assert torch.equal(again.table, head.table)
@@ -132,7 +132,7 @@ def test_what_is_written_is_what_was_trained(spec: ModelSpec, target: Any, tmp_p
 def test_a_new_head_is_the_targets_last_layer(spec: ModelSpec) -> None:
     """Its logits are the target's, but for what the fc adds and what no state of the parent can know."""
     model = build_decoder("llama", num_hidden_layers=LAYERS).state_dict()
-    head, at = new_head(spec, IDS, 0).state_dict(), f"model.layers.{LAYERS - 1}."
+    head, at = new_draft_head(spec, IDS, 0).state_dict(), f"model.layers.{LAYERS - 1}."
     for name in ("q_proj", "k_proj", "v_proj"):
         mine, theirs = head[f"layers.0.self_attn.{name}.weight"], model[f"{at}self_attn.{name}.weight"]
         assert torch.equal(mine, torch.cat((torch.zeros_like(theirs), theirs), 1))
@@ -150,12 +150,12 @@ def test_a_new_head_is_the_targets_last_layer(spec: ModelSpec) -> None:
     assert torch.equal(head["lm_head.weight"], rows[IDS])
     deep = head["fc.weight"][:, -64:] - torch.eye(64)
     assert deep.abs().max() < 0.1 * 192**-0.5 + 1e-6
-    assert not new_head(spec, IDS, 0).lm_head.weight.requires_grad
+    assert not new_draft_head(spec, IDS, 0).lm_head.weight.requires_grad
 
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_a_head_learns_and_its_rows_stay(autocast: bool, spec: ModelSpec, target: Any) -> None:
-    head = new_head(spec, IDS, 0)
+    head = new_draft_head(spec, IDS, 0)
     rows = head.lm_head.weight.clone()
     run = Training(head, Teacher(target, head.taps, IDS), ANSWERS, Recipe(60, 3e-3, 0, autocast=autocast))
     losses = [run.run_step() for _ in range(60)]
@@ -171,7 +171,7 @@ def test_a_step_of_a_head_does_not_depend_on_how_its_answers_are_put_together(
     monkeypatch.setattr(training, "BATCH", len(ANSWERS))
     losses = []
     for most in (1 << 30, 1):
-        monkeypatch.setattr(training, "HEAD_BYTES", most)
+        monkeypatch.setattr(training, "CHUNK_BYTES", most)
         head = shaken(spec)
         run = Training(head, Teacher(target, head.taps, IDS), ANSWERS, Recipe(10, 1e-3, 0, autocast=False))
         assert len(run._parts(list(ANSWERS))) == (1 if most > 1 else len(ANSWERS))
@@ -192,7 +192,7 @@ def test_long_prompts_go_through_a_head_one_by_one(
     """Guards memory that grows with the prompts: of attention scores, and of the target's states."""
     from dsbd_cli.train import training
 
-    monkeypatch.setattr(training, "HEAD_BYTES", 600_000)
+    monkeypatch.setattr(training, "CHUNK_BYTES", 600_000)
     head = shaken(spec)
     run = Training(head, Teacher(target, head.taps, IDS), ANSWERS, Recipe(10, 1e-3, 0, autocast=False))
     for length, parts in ((4, 1), (400, 4)):
@@ -204,7 +204,7 @@ def test_a_damaged_checkpoint_is_named(spec: ModelSpec, tmp_path: Path) -> None:
     shaken(spec).write(tmp_path, "float32")
     (tmp_path / "model.safetensors").write_bytes(b"x" * 40)
     with pytest.raises(ModelError, match=r"cannot be read .*: remove it to begin anew"):
-        read_head(tmp_path, spec)
+        read_draft_head(tmp_path, spec)
 
 
 def test_a_head_is_measured_with_the_targets_own_ids(tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_a_head_is_measured_with_the_targets_own_ids(tmp_path: Path) -> None:
     place = save_decoder(tmp_path / "t", build_decoder("llama", num_hidden_layers=LAYERS, tie_word_embeddings=False))
     spec = ModelSpec(str(place), dtype="float32", device="cpu")
     (tmp_path / "h").mkdir()
-    new_head(spec, IDS, 0).write(tmp_path / "h", "float32")
+    new_draft_head(spec, IDS, 0).write(tmp_path / "h", "float32")
     plain, draft = (
         Engine(load_model(Checkpoint.open(spec)).model, None, NumberCodec(V)),
         ModelSpec(str(tmp_path / "h"), "draft", "float32", "cpu"),

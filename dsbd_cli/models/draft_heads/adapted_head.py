@@ -19,16 +19,16 @@ from dsbd_cli.models.adapted.adapter import LAST
 from dsbd_cli.models.adapted.causal import CausalForestModel
 from dsbd_cli.models.adapted.patching import pack, quantize
 from dsbd_cli.models.checkpoints.checkpoint import Tensors, quiet
+from dsbd_cli.models.draft_heads.formats import MTP_LM_HEAD, DraftHeadTensors, MtpNames, find_mtp
+from dsbd_cli.models.draft_heads.model import AFTER_NORM, BaseDraftHead, without_first
 from dsbd_cli.models.forest_model import BaseForestModel, ModelSize, StateTap, address
-from dsbd_cli.models.heads.formats import MTP_HEAD, HeadTensors, MtpNames, find_mtp
-from dsbd_cli.models.heads.head_model import AFTER_NORM, TargetHead, without_first
 
 # settings of MTP layers, each with the only value that is known here; all others must be off
 KNOWN_MTP = {"num_mtp_layers": 1, "mtp_num_hidden_layers": 1, "mtp_layer_types": ["full_attention"]}
 TABLES = ("model.embed_tokens.weight", "lm_head.weight")  # the target's own are used
 
 
-class MtpForestModel(TargetHead, CausalForestModel):
+class TransformersDraftHead(BaseDraftHead, CausalForestModel):
     """An MTP layer and the adapted target whose states it reads and guesses. States are those after the final norm.
 
     model: of the target's class, with that layer alone, and with `mtp_fc`, `mtp_token_norm` and `mtp_state_norm`, which
@@ -80,28 +80,30 @@ class MtpForestModel(TargetHead, CausalForestModel):
 
 def _tables(model: Any) -> list[Tensor]:
     """Return the memory of a model's embeddings and of its LM head."""
-    head = model.get_output_embeddings()
-    tables = [model.get_input_embeddings().weight, *getattr(head, "packed", [head.weight])]
+    lm_head = model.get_output_embeddings()
+    tables = [model.get_input_embeddings().weight, *getattr(lm_head, "packed", [lm_head.weight])]
     return list({address(table): table for table in tables}.values())
 
 
-def read_adapted_mtp(tensors: Tensors, target: BaseForestModel, name: str) -> MtpForestModel:
+def read_adapted_mtp(tensors: Tensors, target: BaseForestModel, name: str) -> TransformersDraftHead:
     """Read the MTP layer of an adapted target's own checkpoint. Raises ModelError where there is none, or where it is
     not understood."""
-    names, head_tensors = find_mtp(tensors, target.layer_count)
+    names, draft_head_tensors = find_mtp(tensors, target.layer_count)
     theirs = target.settings
-    model = _one_layer(head_tensors, names, theirs, target)
-    own_head = MTP_HEAD in head_tensors
+    model = _one_layer(draft_head_tensors, names, theirs, target)
+    own_lm_head = MTP_LM_HEAD in draft_head_tensors
     model.set_input_embeddings(theirs.get_input_embeddings())
-    model.set_output_embeddings(_linear(head_tensors, MTP_HEAD, target) if own_head else theirs.get_output_embeddings())
-    head_tensors.refuse_rest(frozenset(("embed_tokens.weight",)))
+    model.set_output_embeddings(
+        _linear(draft_head_tensors, MTP_LM_HEAD, target) if own_lm_head else theirs.get_output_embeddings()
+    )
+    draft_head_tensors.refuse_rest(frozenset(("embed_tokens.weight",)))
     model.eval().requires_grad_(False).to(target.device)
-    head = MtpForestModel(target, model, name, names.form)
+    head = TransformersDraftHead(target, model, name, names.form)
     head.fit_width(target.vocab_size)
     return head
 
 
-def _one_layer(head_tensors: HeadTensors, names: MtpNames, theirs: Any, target: BaseForestModel) -> Any:
+def _one_layer(draft_head_tensors: DraftHeadTensors, names: MtpNames, theirs: Any, target: BaseForestModel) -> Any:
     """Return a model of the target's class with the MTP layer alone, whose embeddings and LM head are stand-ins."""
     config = theirs.config
     if getattr(config, "quantization_config", None) is not None:
@@ -113,11 +115,11 @@ def _one_layer(head_tensors: HeadTensors, names: MtpNames, theirs: Any, target: 
             raise ModelError(f"the target's config says {name} = {value!r}, which is not known here")
     layer = [
         name_of_tensor
-        for name_of_tensor in head_tensors
+        for name_of_tensor in draft_head_tensors
         if name_of_tensor.startswith("layers.0.") and "rotary_emb" not in name_of_tensor
     ]
-    state = {f"model.{name_of_tensor}": head_tensors[name_of_tensor]() for name_of_tensor in layer}
-    state["model.norm.weight"] = head_tensors[f"{names.norm}.weight"]()
+    state = {f"model.{name_of_tensor}": draft_head_tensors[name_of_tensor]() for name_of_tensor in layer}
+    state["model.norm.weight"] = draft_head_tensors[f"{names.norm}.weight"]()
     sparse = any(".mlp.experts." in name_of_tensor for name_of_tensor in layer)
     with quiet():
         try:
@@ -136,10 +138,10 @@ def _one_layer(head_tensors: HeadTensors, names: MtpNames, theirs: Any, target: 
         if rest := sorted(set(keys) - set(TABLES)):
             raise ModelError(f"the tensor {rest[0].removeprefix('model.')} is {what}")
     hidden = target.hidden_size
-    model.mtp_fc = _linear(head_tensors, f"{names.fc}.weight", target, 2 * hidden)
+    model.mtp_fc = _linear(draft_head_tensors, f"{names.fc}.weight", target, 2 * hidden)
     for attribute, name in (("mtp_token_norm", names.token_norm), ("mtp_state_norm", names.state_norm)):
         norm = copy.deepcopy(model.base_model.norm)
-        norm.weight = nn.Parameter(_tensor(head_tensors, f"{name}.weight", (hidden,)).to(norm.weight.dtype))
+        norm.weight = nn.Parameter(_tensor(draft_head_tensors, f"{name}.weight", (hidden,)).to(norm.weight.dtype))
         setattr(model, attribute, norm)
     return model
 
@@ -164,19 +166,21 @@ def _config(config: Any, *, sparse: bool) -> Any:
     return settings
 
 
-def _linear(head_tensors: HeadTensors, name: str, target: BaseForestModel, inputs: int | None = None) -> nn.Linear:
+def _linear(
+    draft_head_tensors: DraftHeadTensors, name: str, target: BaseForestModel, inputs: int | None = None
+) -> nn.Linear:
     """Return a linear layer of the head; without `inputs` it is an LM head."""
     hidden = target.hidden_size
     shape = (target.vocab_size, hidden) if inputs is None else (hidden, inputs)
     made = nn.Linear(1, 1, bias=False, device="meta")
-    made.weight = nn.Parameter(_tensor(head_tensors, name, shape).to(target.weights_dtype))
+    made.weight = nn.Parameter(_tensor(draft_head_tensors, name, shape).to(target.weights_dtype))
     made.out_features, made.in_features = shape
     return made
 
 
-def _tensor(head_tensors: HeadTensors, name: str, shape: tuple[int, ...]) -> Tensor:
+def _tensor(draft_head_tensors: DraftHeadTensors, name: str, shape: tuple[int, ...]) -> Tensor:
     """Return a tensor. Raises KeyError where it is missing, ModelError where it has another shape."""
-    tensor = head_tensors[name]()
+    tensor = draft_head_tensors[name]()
     if tensor.shape != shape:
         sizes = [" x ".join(map(str, size)) for size in (tensor.shape, shape)]
         raise ModelError(f"the tensor {name} is {sizes[0]}, not {sizes[1]}")

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dsbd_cli.errors import ModelError
-from dsbd_cli.models.checkpoints.head import FORMAT, HEAD_FILE, _digest, read_head
+from dsbd_cli.models.checkpoints.lm_head import FORMAT, LM_HEAD_FILE, _digest, read_trimmed_lm_head
 
 IDS, ROWS = torch.arange(3, dtype=torch.int32), torch.ones(3, 4)
 
@@ -29,6 +29,6 @@ def test_parts_that_do_not_fit_are_one_line(changed: dict[str, Tensor], size: st
     """Guards tracebacks of torch."""
     tensors = {"ids": IDS, "weight": ROWS, **changed}
     about = {"format": FORMAT, "vocab_size": size, "sha256": _digest(tensors)}
-    save_file(tensors, tmp_path / HEAD_FILE, about)
-    with pytest.raises(ModelError, match=rf"{HEAD_FILE} is damaged \({said}"):
-        read_head(tmp_path)
+    save_file(tensors, tmp_path / LM_HEAD_FILE, about)
+    with pytest.raises(ModelError, match=rf"{LM_HEAD_FILE} is damaged \({said}"):
+        read_trimmed_lm_head(tmp_path)

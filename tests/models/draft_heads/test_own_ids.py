@@ -17,11 +17,11 @@ from dsbd_cli.engine.iteration.observer import Observer
 from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.models.checkpoints.checkpoint import open_pair
 from dsbd_cli.models.decoder.own_rows import OWN_IDS
-from dsbd_cli.models.heads.head_model import HeadForestModel
+from dsbd_cli.models.draft_heads.model import DecoderDraftHead
 from dsbd_cli.models.pair import load_pair
 from tests.models.decoders import V, build_decoder, save_decoder
-from tests.models.heads.checkpoints import KEPT, LAYERS, ScalarHead, eagle3
-from tests.models.heads.test_heads import PROMPTS, answers, apart, engine_of, requests, spec_for
+from tests.models.draft_heads.checkpoints import KEPT, LAYERS, ScalarHead, eagle3
+from tests.models.draft_heads.test_draft_heads import PROMPTS, answers, apart, engine_of, requests, spec_for
 from tests.ops.cpu.test_int8 import any_size, needs_int8  # noqa: F401
 
 
@@ -43,7 +43,7 @@ class Laws(Observer):
 
     attached = True
 
-    def __init__(self, head: HeadForestModel, formula: ScalarHead, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, head: DecoderDraftHead, formula: ScalarHead, monkeypatch: pytest.MonkeyPatch) -> None:
         self.formula, self.logits, self.worst, self.counted, self.own = formula, list[Tensor](), 0.0, 0, 0
         forward = head.forward
 
@@ -92,7 +92,7 @@ def test_laws_are_those_of_the_whole_lm_head(
     target, source, theirs = save_pair(tmp_path, form, family, **wide)
     pair = load_pair(*open_pair(spec_for(target), spec_for(source, "draft")))
     head: Any = pair.draft
-    assert isinstance(head, HeadForestModel)
+    assert isinstance(head, DecoderDraftHead)
     assert head.own_ids_below == V
     assert pair.draft_form is not None
     assert pair.draft_form.endswith(f"; {OWN_IDS}")

@@ -31,7 +31,7 @@ from dsbd_cli.models.checkpoints.loader import load_network
 from dsbd_cli.models.decoder.load import spec_or_reason
 from dsbd_cli.models.decoder.spec import DecoderSpec
 from dsbd_cli.models.decoder.weights import WeightReader
-from dsbd_cli.models.heads.formats import LAYER_IDS, SPECULATORS, VERSION, layer_spec
+from dsbd_cli.models.draft_heads.formats import LAYER_IDS, SPECULATORS, VERSION, layer_spec
 from dsbd_cli.train.target_answers import AnswerTokens
 
 SPECULATED = 4  # tokens that other engines draft, as the folder's config asks
@@ -106,7 +106,7 @@ class TrainedNorm(nn.Module):
         return y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps) * self.weight
 
 
-class HeadLayer(nn.Module):
+class DraftHeadLayer(nn.Module):
     """The layer of an EAGLE-3 head, with tensors named as in a checkpoint."""
 
     def __init__(self, spec: DecoderSpec) -> None:
@@ -126,7 +126,7 @@ class HeadLayer(nn.Module):
         })  # fmt: skip
 
 
-class HeadStudent(nn.Module):
+class DraftHeadStudent(nn.Module):
     """An EAGLE-3 head in training. All its weights are trained except its LM head, whose rows are the target's own.
 
     Attributes:
@@ -145,7 +145,7 @@ class HeadStudent(nn.Module):
         self.layer, self.taps, self.target = layer, tuple(taps), target
         self.spec = spec = layer_spec(layer)
         self.fc = _linear(len(self.taps) * spec.hidden, spec.hidden)
-        self.layers = nn.ModuleList([HeadLayer(spec)])
+        self.layers = nn.ModuleList([DraftHeadLayer(spec)])
         self.norm = TrainedNorm(spec.hidden, spec.eps)
         self.lm_head = _linear(spec.hidden, len(ids))
         self.lm_head.weight.requires_grad_(False)
@@ -273,7 +273,7 @@ class HeadStudent(nn.Module):
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def head_vocabulary(spec: ModelSpec, wanted: int | None) -> int:
+def draft_head_vocabulary(spec: ModelSpec, wanted: int | None) -> int:
     """Return the number of tokens of a head for the target of `spec`, from the target's config alone. wanted: None:
     VOCABULARY.
 
@@ -301,7 +301,7 @@ def head_vocabulary(spec: ModelSpec, wanted: int | None) -> int:
     return min(wanted or VOCABULARY, decoder.vocabulary)
 
 
-def new_head(spec: ModelSpec, ids: Tensor, seed: int) -> HeadStudent:
+def new_draft_head(spec: ModelSpec, ids: Tensor, seed: int) -> DraftHeadStudent:
     """Make an untrained head over the tokens `ids` [C] for the target of `spec`. Its layer begins as the target's last
     layer and reads the deepest of the states that are taken. Raises ModelError."""
     reader, config = _target(spec)
@@ -317,7 +317,7 @@ def new_head(spec: ModelSpec, ids: Tensor, seed: int) -> HeadStudent:
     }  # fmt: skip
     named = {"name_or_path": spec.source, "architectures": list(getattr(config, "architectures", None) or ())}
     rows, table, norm = _ends(reader)
-    head = HeadStudent(layer, taps, ids, table, named)
+    head = DraftHeadStudent(layer, taps, ids, table, named)
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)
         head.fc.reset_parameters()
@@ -329,15 +329,15 @@ def new_head(spec: ModelSpec, ids: Tensor, seed: int) -> HeadStudent:
     return head
 
 
-def read_head(folder: Path, spec: ModelSpec) -> HeadStudent:
-    """Read the head that `HeadStudent.write` has written. Raises ModelError where the files are damaged."""
+def read_draft_head(folder: Path, spec: ModelSpec) -> DraftHeadStudent:
+    """Read the head that `DraftHeadStudent.write` has written. Raises ModelError where the files are damaged."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         state = load_file(folder / FILE)
         ids = state["d2t"] + torch.arange(len(state["d2t"]))
         _, table, _ = _ends(_target(spec)[0])
         named = config["speculators_config"]["verifier"]
-        head = HeadStudent(config["transformer_layer_config"], config[LAYER_IDS], ids, table, named)
+        head = DraftHeadStudent(config["transformer_layer_config"], config[LAYER_IDS], ids, table, named)
         head.load_state_dict(state)
     except (OSError, SafetensorError, ValueError, KeyError, RuntimeError) as error:
         reason = one_line(error)

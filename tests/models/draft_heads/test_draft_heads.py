@@ -26,18 +26,18 @@ from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.drafting.base import DraftContext
 from dsbd_cli.engine.iteration.observer import Observer
 from dsbd_cli.engine.planning.planner import Shape
-from dsbd_cli.engine.protocols import ForestInput, HeadModel
+from dsbd_cli.engine.protocols import DraftHeadModel, ForestInput
 from dsbd_cli.models.checkpoints.checkpoint import Checkpoint, open_pair
 from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
+from dsbd_cli.models.draft_heads.model import DecoderDraftHead
 from dsbd_cli.models.forest_model import StateTap
-from dsbd_cli.models.heads.head_model import HeadForestModel
 from dsbd_cli.models.load_model import load_model
 from dsbd_cli.models.pair import load_pair
 from dsbd_cli.ops.cpu.int8 import Int8Product
 from dsbd_cli.requests import Request
 from tests.helpers.toys import NumberCodec
 from tests.models.decoders import V, build_decoder, save_decoder
-from tests.models.heads.checkpoints import KEPT, LAYERS, ScalarHead, add_mtp, eagle3
+from tests.models.draft_heads.checkpoints import KEPT, LAYERS, ScalarHead, add_mtp, eagle3
 from tests.ops.cpu.test_int8 import any_size, needs_int8  # noqa: F401
 
 ENDS = (2, 3)
@@ -69,7 +69,7 @@ def save_pair(folder: Path, form: str, dtype: torch.dtype = torch.float32, **cha
     return target, str(eagle3(folder / "head", kind, **FORMS[form])), theirs
 
 
-Loads = Callable[[str], tuple[Any, HeadForestModel, ScalarHead]]
+Loads = Callable[[str], tuple[Any, DecoderDraftHead, ScalarHead]]
 
 
 @pytest.fixture(scope="module")
@@ -77,11 +77,11 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loads:
     """Pairs by form, each made and loaded once, with the head's formula."""
 
     @cache
-    def load(form: str) -> tuple[Any, HeadForestModel, ScalarHead]:
+    def load(form: str) -> tuple[Any, DecoderDraftHead, ScalarHead]:
         target, source, theirs = save_pair(tmp_path_factory.mktemp("heads"), form)
         pair = load_pair(*open_pair(spec_for(target), spec_for(source, "draft")))
         head: Any = pair.draft
-        assert isinstance(head, HeadForestModel)
+        assert isinstance(head, DecoderDraftHead)
         place = target if source == "mtp" else Path(source)
         tensors = load_file(place / "model.safetensors")
         if source == "mtp":
@@ -113,7 +113,7 @@ class Watch(Observer):
     passed: layers that were drafted and that passed. before: key, length and layers of each row's last iteration.
     """
 
-    head: HeadForestModel
+    head: DecoderDraftHead
     formula: ScalarHead
     logits: list[Tensor] = field(default_factory=list)
     worst: list[float] = field(default_factory=lambda: [0.0, 0.0])
@@ -155,7 +155,7 @@ class Watch(Observer):
         self.counted[kind] += 1
 
 
-def follow(head: HeadForestModel, guide: Any, watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+def follow(head: DecoderDraftHead, guide: Any, watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
     """Note the head's logits, and hand out those of a guide, the target itself, so that drafts pass."""
     forward = head.forward
 
@@ -164,7 +164,7 @@ def follow(head: HeadForestModel, guide: Any, watch: Watch, monkeypatch: pytest.
         if logits:
             watch.logits.append(found.clone())
             better[..., ::7] = float("-inf")  # which some layers fail for
-            better = better if head.head_ids is None else better[..., head.head_ids]
+            better = better if head.lm_head_ids is None else better[..., head.lm_head_ids]
         return better
 
     monkeypatch.setattr(head, "forward", both)
@@ -209,7 +209,7 @@ def choose(engine: Engine, depths: list[int], monkeypatch: pytest.MonkeyPatch) -
 
 
 def watched(
-    loaded: tuple[Any, HeadForestModel, ScalarHead],
+    loaded: tuple[Any, DecoderDraftHead, ScalarHead],
     rule: str,
     beams: int,
     depths: list[int],
@@ -344,10 +344,10 @@ def test_all_rules_and_drafters_run(drafter: str, loaded: Loads) -> None:
 
 def test_what_the_engine_sees(loaded: Loads) -> None:
     pair, head, _ = loaded("speculators")
-    assert isinstance(head, HeadModel)
-    assert not isinstance(pair.target, HeadModel)
-    assert head.head_ids is not None
-    assert head.head_ids.tolist() == KEPT.tolist()
+    assert isinstance(head, DraftHeadModel)
+    assert not isinstance(pair.target, DraftHeadModel)
+    assert head.lm_head_ids is not None
+    assert head.lm_head_ids.tolist() == KEPT.tolist()
     assert (head.vocab_size, head.max_positions) == (V, pair.target.max_positions)
     assert pair.target.kv_bytes_per_slot() == 4 * (LAYERS * 2 * 2 * 32 + 64)
     assert pair.target._cache.attending == LAYERS

@@ -23,14 +23,14 @@ from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
 from dsbd_cli.models.decoder.load import decoder_ops
 from dsbd_cli.models.decoder.spec import KNOWN, DecoderSpec, spec_of
 from dsbd_cli.models.decoder.weights import DecoderWeights, PlainLinear, WeightReader
+from dsbd_cli.models.draft_heads.model import DraftHeadDecoder, Eagle3Decoder, Eagle3Parts, MtpDecoder, MtpParts
 from dsbd_cli.models.forest_model import BaseForestModel
-from dsbd_cli.models.heads.head_model import Eagle3Decoder, Eagle3Parts, HeadDecoder, MtpDecoder, MtpParts
 from dsbd_cli.ops.interface import Linear
 
 SPECULATORS = "speculators_model_type"
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 VERSION = "dsbd_version"  # in the config of a head that `dsbd distill` made
-MTP_HEAD = "shared_head.head.weight"
+MTP_LM_HEAD = "shared_head.head.weight"
 PICKLE = "pytorch_model.bin"
 # settings of a head itself, in addition to those of its layer
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -50,7 +50,7 @@ UNUSED = frozenset(("t2d", "embed_tokens.weight", "verifier_norm.weight", "verif
 
 
 @dataclass(frozen=True, slots=True)
-class FoundHead:
+class DraftHeadParts:
     """A head that was read and fits its target.
 
     Attributes:
@@ -60,7 +60,7 @@ class FoundHead:
         form: a description of the head, for messages.
     """
 
-    decoder: HeadDecoder
+    decoder: DraftHeadDecoder
     ids: Tensor | None
     layers: tuple[tuple[int, ...], ...]
     form: str
@@ -78,7 +78,7 @@ class MtpNames:
     norm: str
 
 
-class HeadTensors(Mapping[str, Callable[[], Tensor]]):
+class DraftHeadTensors(Mapping[str, Callable[[], Tensor]]):
     """A checkpoint's tensors under the names of a decoder's first layer. It records which tensors were read, so that
     the rest can be refused."""
 
@@ -105,7 +105,7 @@ class HeadTensors(Mapping[str, Callable[[], Tensor]]):
             raise ModelError(f"the tensor {rest[0]} is not known here")
 
 
-def is_head(folder: Path) -> bool:
+def is_draft_head(folder: Path) -> bool:
     """Return whether a folder holds a draft head rather than a model, by its config and the names of its tensors."""
     config = read_settings(folder / "config.json") if (folder / "config.json").is_file() else {}
     if SPECULATORS in config or "Eagle3" in str(config.get("architectures")):
@@ -113,7 +113,7 @@ def is_head(folder: Path) -> bool:
     return config.get("num_hidden_layers") == 1 and any("midlayer." in name for name in _tensors(folder))
 
 
-def read_eagle3(folder: Path, target: BaseForestModel) -> FoundHead:
+def read_eagle3(folder: Path, target: BaseForestModel) -> DraftHeadParts:
     """Read an EAGLE-3 head. Raises ModelError for what is not understood, PairError for another target's head."""
     config = read_settings(folder / "config.json")
     kind = config.get(SPECULATORS)
@@ -134,7 +134,7 @@ def read_eagle3(folder: Path, target: BaseForestModel) -> FoundHead:
         raise PairError(f"it is for a target of width {own['target_hidden_size']}, and the target's is {theirs}")
     if spec.vocabulary != vocabulary:
         raise PairError(f"it is for a vocabulary of {spec.vocabulary} tokens, and the target's is {vocabulary}")
-    tensors = HeadTensors(
+    tensors = DraftHeadTensors(
         _tensors(folder), lambda name: name.removeprefix("model.").replace("midlayer.", "layers.0.").removesuffix("_")
     )
     layers = _layer_ids(own.get(LAYER_IDS), target.layer_count, speculators=kind is not None)
@@ -148,7 +148,7 @@ def read_eagle3(folder: Path, target: BaseForestModel) -> FoundHead:
     form = f"EAGLE-3, {'speculators' if kind else 'raw'} form{_verifier(config)}, {kept}" + (
         f", {said}" if said else ""
     )
-    return FoundHead(decoder, ids, layers, form)
+    return DraftHeadParts(decoder, ids, layers, form)
 
 
 def _verifier(config: Mapping[str, Any]) -> str:
@@ -160,14 +160,14 @@ def _verifier(config: Mapping[str, Any]) -> str:
     return f" for {shorten(name)}" if isinstance(name, str) and name else ""
 
 
-def read_mtp(tensors: Tensors, target: DecoderForestModel) -> FoundHead:
+def read_mtp(tensors: Tensors, target: DecoderForestModel) -> DraftHeadParts:
     """Read the MTP layer of the target's own checkpoint. Raises ModelError where there is none."""
     spec, body = target.decoder.spec, target.decoder.weights
-    names, head_tensors = find_mtp(tensors, spec.layers)
+    names, draft_head_tensors = find_mtp(tensors, spec.layers)
     one_layer = replace(spec, layers=1, windows=(None,), rotary=(spec.rotary[-1],))
-    reader = WeightReader(one_layer, head_tensors, target.weights_dtype)
+    reader = WeightReader(one_layer, draft_head_tensors, target.weights_dtype)
     weights = DecoderWeights(
-        body.table, [reader.layer(0)], reader.norm(f"{names.norm}.weight", spec.hidden), body.head, body.dtype
+        body.table, [reader.layer(0)], reader.norm(f"{names.norm}.weight", spec.hidden), body.lm_head, body.dtype
     )
     parts = MtpParts(
         _product(reader, names.fc, 2 * spec.hidden),
@@ -176,16 +176,16 @@ def read_mtp(tensors: Tensors, target: DecoderForestModel) -> FoundHead:
             for name in (names.token_norm, names.state_norm)
         ),
     )
-    if MTP_HEAD in head_tensors:
-        head = reader.tensor(MTP_HEAD, spec.vocabulary, spec.hidden)
-        weights.head = PlainLinear([head], [None])
-    head_tensors.refuse_rest(frozenset(("embed_tokens.weight",)))
+    if MTP_LM_HEAD in draft_head_tensors:
+        lm_head = reader.tensor(MTP_LM_HEAD, spec.vocabulary, spec.hidden)
+        weights.lm_head = PlainLinear([lm_head], [None])
+    draft_head_tensors.refuse_rest(frozenset(("embed_tokens.weight",)))
     decoder = MtpDecoder(one_layer, weights, _ops(one_layer, target), parts)
     _move_to_target(decoder, target)
-    return FoundHead(decoder, None, ((),), names.form)
+    return DraftHeadParts(decoder, None, ((),), names.form)
 
 
-def find_mtp(tensors: Tensors, layers: int) -> tuple[MtpNames, HeadTensors]:
+def find_mtp(tensors: Tensors, layers: int) -> tuple[MtpNames, DraftHeadTensors]:
     """Return the MTP layer that follows the `layers` layers of a checkpoint: the names of its parts, and its tensors
     under the names of a decoder's first layer. Raises ModelError where there is none, or several."""
     deep, second = f"model.layers.{layers}.", f"model.layers.{layers + 1}."
@@ -200,11 +200,16 @@ def find_mtp(tensors: Tensors, layers: int) -> tuple[MtpNames, HeadTensors]:
     if any(name.startswith(("mtp.layers.1.", second)) for name in tensors):
         raise ModelError("it has several MTP layers, and one is known here")
     own = {name.removeprefix(prefix): get for name, get in tensors.items() if name.startswith(prefix)}
-    return names, HeadTensors(own, lambda name: inner + name if name.startswith(LAYER) else name)
+    return names, DraftHeadTensors(own, lambda name: inner + name if name.startswith(LAYER) else name)
 
 
 def _eagle3(
-    tensors: HeadTensors, spec: DecoderSpec, target: BaseForestModel, taps: int, flags: Mapping[str, bool], rows: Any
+    tensors: DraftHeadTensors,
+    spec: DecoderSpec,
+    target: BaseForestModel,
+    taps: int,
+    flags: Mapping[str, bool],
+    rows: Any,
 ) -> tuple[Eagle3Decoder, Tensor | None]:
     """Return the decoder of a head and the tokens of its columns (None: all tokens)."""
     theirs, vocabulary = target.hidden_size, target.vocab_size
@@ -214,12 +219,12 @@ def _eagle3(
         table = reader.tensor("embed_tokens.weight", spec.vocabulary, width).to(target.device)
     elif width != theirs:
         raise PairError(f"it has no embeddings and is {width} wide, and the target's are {theirs} wide")
-    ids, order = _head_tokens(tensors, vocabulary, rows)
+    ids, order = _lm_head_tokens(tensors, vocabulary, rows)
     if "lm_head.weight" in tensors:
-        head = reader.tensor("lm_head.weight", vocabulary if ids is None else len(ids), width)
-        last: Linear = PlainLinear([head if order is None else head[order]], [None])
+        lm_head = reader.tensor("lm_head.weight", vocabulary if ids is None else len(ids), width)
+        last: Linear = PlainLinear([lm_head if order is None else lm_head[order]], [None])
     elif ids is None and width == theirs and isinstance(target, DecoderForestModel):
-        last = target.decoder.weights.head
+        last = target.decoder.weights.lm_head
     else:
         raise ModelError("lm_head.weight is missing")
     parts = Eagle3Parts(
@@ -242,7 +247,7 @@ def _eagle3(
     return decoder, ids
 
 
-def _head_tokens(tensors: HeadTensors, vocabulary: int, rows: Any) -> tuple[Tensor | None, Tensor | None]:
+def _lm_head_tokens(tensors: DraftHeadTensors, vocabulary: int, rows: Any) -> tuple[Tensor | None, Tensor | None]:
     """Return the tokens [m] of the head's columns, ascending, and the order [m] of its rows that gives them; None for
     both where the head has all tokens."""
     if "d2t" not in tensors:
@@ -321,7 +326,7 @@ def _product(reader: WeightReader, name: str, inputs: int) -> Linear:
     return PlainLinear([reader.tensor(f"{name}.weight", reader.spec.hidden, inputs)], [None])
 
 
-def _move_to_target(decoder: HeadDecoder, target: BaseForestModel) -> None:
+def _move_to_target(decoder: DraftHeadDecoder, target: BaseForestModel) -> None:
     """Move a head's weights to the target's device."""
     decoder.weights.to(target.device)
     decoder.parts.fc.to(target.device)  # type: ignore[attr-defined]  # a plain one

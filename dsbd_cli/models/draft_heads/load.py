@@ -14,25 +14,25 @@ from dsbd_cli.models.checkpoints.loader import check_quantize, device_of, too_sm
 from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
 from dsbd_cli.models.decoder.own_rows import OWN_IDS, OwnRows
 from dsbd_cli.models.decoder.weights import PlainLinear
+from dsbd_cli.models.draft_heads.formats import DraftHeadParts, is_draft_head, read_eagle3, read_mtp
+from dsbd_cli.models.draft_heads.model import AFTER_NORM, BaseDraftHead, DecoderDraftHead
 from dsbd_cli.models.forest_model import BaseForestModel
-from dsbd_cli.models.heads.formats import FoundHead, is_head, read_eagle3, read_mtp
-from dsbd_cli.models.heads.head_model import AFTER_NORM, HeadForestModel, TargetHead
 from dsbd_cli.ops.reference import DeviceLinear
 
 TRIAL = 24  # tokens of the text by which the convention of layer numbers is found
 
 
-def names_head(draft: Checkpoint) -> bool:
+def names_draft_head(draft: Checkpoint) -> bool:
     """Return whether a draft is a head: the target's own, or a folder that holds one."""
     if draft.spec.in_target:
         return True
     try:
-        return draft.path.is_dir() and is_head(draft.path)
+        return draft.path.is_dir() and is_draft_head(draft.path)
     except ModelError as error:
         raise ModelError(f"draft model {draft.spec.source!r} cannot be read: {error}") from None
 
 
-def load_head(source: Checkpoint, draft: Checkpoint, target: BaseForestModel) -> TargetHead:
+def load_draft_head(source: Checkpoint, draft: Checkpoint, target: BaseForestModel) -> BaseDraftHead:
     """Return a head that drafts for a target. source: the target's checkpoint. Raises PairError and ModelError, each in
     one line that names the head."""
     spec = draft.spec
@@ -57,7 +57,7 @@ def load_head(source: Checkpoint, draft: Checkpoint, target: BaseForestModel) ->
     return model
 
 
-def _loaded(draft: Checkpoint, source: Checkpoint, target: BaseForestModel) -> TargetHead:
+def _loaded(draft: Checkpoint, source: Checkpoint, target: BaseForestModel) -> BaseDraftHead:
     """Read a head. Raises what its readers raise."""
     name = draft.spec.source
     if not draft.spec.in_target:
@@ -65,10 +65,10 @@ def _loaded(draft: Checkpoint, source: Checkpoint, target: BaseForestModel) -> T
     elif isinstance(target, DecoderForestModel):
         parts = read_mtp(source.tensors, target)
     else:
-        from dsbd_cli.models.heads.adapted_head import read_adapted_mtp
+        from dsbd_cli.models.draft_heads.adapted_head import read_adapted_mtp
 
         return read_adapted_mtp(source.tensors, target, name)
-    model = HeadForestModel(target, parts.decoder, parts.layers[0], name, parts.form)
+    model = DecoderDraftHead(target, parts.decoder, parts.layers[0], name, parts.form)
     if parts.ids is None:
         model.fit_width(target.vocab_size)
     else:
@@ -79,26 +79,26 @@ def _loaded(draft: Checkpoint, source: Checkpoint, target: BaseForestModel) -> T
     return model
 
 
-def _share_rows(model: HeadForestModel, ids: Tensor, source: Checkpoint) -> None:
+def _share_rows(model: DecoderDraftHead, ids: Tensor, source: Checkpoint) -> None:
     """Let a head whose LM head is a part of the target's take the rows of other tokens from the target's."""
-    target, head = model.target, model.decoder.weights.head
-    assert isinstance(head, PlainLinear)
+    target, lm_head = model.target, model.decoder.weights.lm_head
+    assert isinstance(lm_head, PlainLinear)
     tables: list[Callable[[], Tensor]] = [lambda: target.embeddings]
     scale = 1.0
     if isinstance(target, DecoderForestModel):
-        theirs, scale = target.decoder.weights.head, target.decoder.spec.logit_scale
+        theirs, scale = target.decoder.weights.lm_head, target.decoder.spec.logit_scale
         if isinstance(theirs, DeviceLinear):
             tables.append(lambda: theirs.weight)
         elif source.path.is_dir():
             # the target's packed head is no table any more, but its file still holds one
             tables += [get for name, get in source.tensors.items() if name == "lm_head.weight"]
     for table in tables:
-        model.decoder.own_rows = OwnRows.of(head.weights[0], ids, table(), target.weights_dtype, scale)
+        model.decoder.own_rows = OwnRows.of(lm_head.weights[0], ids, table(), target.weights_dtype, scale)
         if model.own_ids_below:
             return
 
 
-def _pack(model: TargetHead, draft: Checkpoint) -> None:
+def _pack(model: BaseDraftHead, draft: Checkpoint) -> None:
     """Pack a head's weights, or quantize them to int8. Raises UsageError where int8 is not possible."""
     check_quantize(draft, None)
     if draft.spec.quantize is None:
@@ -107,7 +107,7 @@ def _pack(model: TargetHead, draft: Checkpoint) -> None:
         raise too_small(draft.spec, _name(draft.spec))
 
 
-def _choose_layers(model: HeadForestModel, parts: FoundHead) -> str:
+def _choose_layers(model: DecoderDraftHead, parts: DraftHeadParts) -> str:
     """Choose the layers whose hidden states let the head predict the target's own text best. Return the choice in
     words."""
     if not parts.layers[0]:
@@ -136,13 +136,13 @@ def _greedy_text(target: BaseForestModel) -> list[int]:
 
 
 @torch.inference_mode()
-def _loss(model: HeadForestModel, text: Sequence[int]) -> float:
+def _loss(model: DecoderDraftHead, text: Sequence[int]) -> float:
     """Return the mean loss, in nats, of the text under the head, where it reads true states alone; tokens that the
     head lacks are left out."""
     tokens = torch.tensor([text], device=model.device)
     logits = model.read(tokens)
     wide = torch.full((len(text), model.vocab_size), float("-inf"), device=model.device)
-    columns = slice(None) if model.head_ids is None else model.head_ids
+    columns = slice(None) if model.lm_head_ids is None else model.lm_head_ids
     wide[:, columns] = logits[0].float()
     # the first token has no state before it
     said: Tensor = wide.log_softmax(-1)[1:-1].gather(1, tokens[0, 2:, None])

@@ -17,17 +17,17 @@ from torch import Tensor
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import ModelError, PairError
 from dsbd_cli.models.checkpoints.checkpoint import Checkpoint, open_pair
+from dsbd_cli.models.draft_heads import load as heads
+from dsbd_cli.models.draft_heads.formats import is_draft_head
+from dsbd_cli.models.draft_heads.load import load_draft_head
 from dsbd_cli.models.forest_model import StateTap
-from dsbd_cli.models.heads import load as heads
-from dsbd_cli.models.heads.formats import is_head
-from dsbd_cli.models.heads.load import load_head
 from dsbd_cli.models.load_model import load_model
 from dsbd_cli.models.pair import load_pair
 from tests.helpers.checkpoints import numbers, save
 from tests.helpers.pairs import build_pair
 from tests.helpers.tiny import build
 from tests.models.decoders import V, build_decoder, save_decoder
-from tests.models.heads.checkpoints import KEPT, LAYER_IDS, LAYERS, add_mtp, eagle3
+from tests.models.draft_heads.checkpoints import KEPT, LAYER_IDS, LAYERS, add_mtp, eagle3
 
 
 def spec_for(source: Path | str, role: Any = "target", **more: Any) -> ModelSpec:
@@ -54,23 +54,23 @@ def change(folder: Path, changed: Callable[[dict[str, Tensor]], object]) -> Path
 
 
 def read(source: Path | str, target: Any) -> Any:
-    return load_head(*open_pair(spec_for(target.name), spec_for(source, "draft")), target)
+    return load_draft_head(*open_pair(spec_for(target.name), spec_for(source, "draft")), target)
 
 
 def test_heads_are_recognised_by_their_files(folder: Path, tmp_path: Path) -> None:
-    assert is_head(eagle3(tmp_path / "a", "speculators"))
-    assert is_head(eagle3(tmp_path / "b", "raw"))
-    assert is_head(eagle3(tmp_path / "c", "raw", architectures=None))  # by its tensors
-    assert not is_head(folder)
-    assert not is_head(tmp_path)
-    assert not is_head(save_decoder(tmp_path / "d", build_decoder("llama", num_hidden_layers=1)))
+    assert is_draft_head(eagle3(tmp_path / "a", "speculators"))
+    assert is_draft_head(eagle3(tmp_path / "b", "raw"))
+    assert is_draft_head(eagle3(tmp_path / "c", "raw", architectures=None))  # by its tensors
+    assert not is_draft_head(folder)
+    assert not is_draft_head(tmp_path)
+    assert not is_draft_head(save_decoder(tmp_path / "d", build_decoder("llama", num_hidden_layers=1)))
 
 
 def test_a_pickle_is_read(target: Any, tmp_path: Path) -> None:
     place = eagle3(tmp_path, "raw")
     torch.save(load_file(place / "model.safetensors"), place / "pytorch_model.bin")
     (place / "model.safetensors").unlink()
-    assert read(place, target).head_ids.tolist() == KEPT.tolist()
+    assert read(place, target).lm_head_ids.tolist() == KEPT.tolist()
 
 
 def test_d2t_in_any_order(target: Any, tmp_path: Path) -> None:
@@ -84,9 +84,9 @@ def test_d2t_in_any_order(target: Any, tmp_path: Path) -> None:
         tensors["lm_head.weight"] = rows[order]
 
     found = read(change(place, shuffle), target)
-    assert found.head_ids.tolist() == KEPT.tolist()
+    assert found.lm_head_ids.tolist() == KEPT.tolist()
     x = torch.randn(1, 1, 64, generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(found.decoder.weights.head.compute(x), x @ rows.T)
+    torch.testing.assert_close(found.decoder.weights.lm_head.compute(x), x @ rows.T)
 
 
 @pytest.mark.parametrize("form", ["speculators", "raw"])
@@ -287,7 +287,7 @@ def test_targets_without_states_are_refused(family: str, source: str, says: str,
 def test_targets_that_are_spread_are_refused(target: Any) -> None:
     spread = replace(spec_for(target.name), device="auto", device_map="auto")
     with pytest.raises(PairError, match="this one is spread over several processes or devices"):
-        load_head(*open_pair(spread, spec_for("mtp", "draft")), target)
+        load_draft_head(*open_pair(spread, spec_for("mtp", "draft")), target)
 
 
 def test_a_target_without_a_list_of_layers(tmp_path: Path) -> None:
@@ -304,4 +304,4 @@ def test_heads_do_not_draft_through_text(folder: Path, tmp_path: Path) -> None:
 def test_a_settings_file_that_is_no_object(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps([]))
     with pytest.raises(ModelError, match="is no object of settings"):
-        is_head(tmp_path)
+        is_draft_head(tmp_path)
