@@ -37,9 +37,6 @@ from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.drafting.index import CorpusTokens, write_index
 from dsbd_cli.engine.protocols import ForestModel, TextCodec
-from dsbd_cli.models.adapted.causal import CausalForestModel
-from dsbd_cli.models.adapted.patching import pack, quantize
-from dsbd_cli.models.adapted.seq2seq import Seq2SeqForestModel
 from dsbd_cli.models.checkpoints.checkpoint import open_pair
 from dsbd_cli.models.checkpoints.generation import CheckpointSettings
 from dsbd_cli.models.checks.invariance import check
@@ -49,6 +46,9 @@ from dsbd_cli.models.decoder.spec import DecoderSpec, spec_of
 from dsbd_cli.models.forest_model import BaseForestModel
 from dsbd_cli.models.pair import load_pair
 from dsbd_cli.models.tokenizer import HFCodec
+from dsbd_cli.models.transformers_backend.causal import CausalForestModel
+from dsbd_cli.models.transformers_backend.patching import pack, quantize
+from dsbd_cli.models.transformers_backend.seq2seq import Seq2SeqForestModel
 from dsbd_cli.requests import RequestResult
 from tests.helpers import pairs
 from tests.helpers.checkpoints import byte_level, wrap
@@ -391,9 +391,9 @@ def _int8(family: str, size: int, dtype: torch.dtype, tokenizer: PreTrainedToken
         outliers = find_outliers(own.decoder, lambda: own.plain(torch.arange(64)[None] % size))
         quantize_decoder(own.decoder, outliers, least=0)
     else:
-        target = adapted = CausalForestModel(model, family)
-        quantize(adapted.module, adapted.calibrate, least=0)
-        adapted.layers_replaced()
+        target = forest = CausalForestModel(model, family)
+        quantize(forest.module, forest.calibrate, least=0)
+        forest.layers_replaced()
     _promise(target)
     return Loaded(target, draft, HFCodec(tokenizer, (tokenizer.eos_token_id,)))
 

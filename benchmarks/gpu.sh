@@ -55,7 +55,7 @@ else
         skip kernels "triton is not installed"
     fi
     part 35 gpu-tests "$PYTHON" -m pytest -q -m gpu -p no:cacheprovider \
-        tests/engine/iteration/test_cuda_graphs.py tests/models/adapted/test_forest.py tests/models/checkpoints/test_loader.py tests/engine/drafting/test_no_reads.py
+        tests/engine/iteration/test_cuda_graphs.py tests/models/transformers_backend/test_forest.py tests/models/checkpoints/test_loader.py tests/engine/drafting/test_no_reads.py
 fi
 if ! command -v compute-sanitizer >/dev/null; then
     skip racecheck "compute-sanitizer is not installed (it is part of the CUDA toolkit)"

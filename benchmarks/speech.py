@@ -29,7 +29,7 @@ from transformers import WhisperFeatureExtractor, WhisperForConditionalGeneratio
 import dsbd_cli
 from benchmarks.common import markdown_table, publish
 from dsbd_cli import MethodConfig, ModelSpec, Request, RequestResult, SamplingConfig
-from dsbd_cli.models.adapted.speech import read_audio
+from dsbd_cli.models.transformers_backend.speech import read_audio
 
 SENTENCES = (
     "The weather was fine this morning, and we walked along the river.",

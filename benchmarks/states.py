@@ -33,10 +33,10 @@ from benchmarks.common import markdown_table, publish
 from benchmarks.speed import Outcome, Runner, measure, summarise
 from dsbd_cli import Engine, MethodConfig, Request, SamplingConfig
 from dsbd_cli.engine.protocols import ForestInput
-from dsbd_cli.models.adapted.causal import CausalForestModel
-from dsbd_cli.models.adapted.patching import PackedLinear, pack
 from dsbd_cli.models.checks.invariance import check
 from dsbd_cli.models.recurrent import mixers
+from dsbd_cli.models.transformers_backend.causal import CausalForestModel
+from dsbd_cli.models.transformers_backend.patching import PackedLinear, pack
 
 COMMON = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 # four layers: the whole model would not fit beside its comparators

@@ -25,10 +25,10 @@ from dsbd_cli.errors import ModelError
 from dsbd_cli.lab.bench.methods import BEAMS, Method
 from dsbd_cli.lab.peers.base import Asked, Delivered, Peer, delivered
 from dsbd_cli.lab.peers.config import PeerConfig, PeerName
-from dsbd_cli.models.adapted.seq2seq import Seq2SeqForestModel
 from dsbd_cli.models.checkpoints.registry import resolve
 from dsbd_cli.models.forest_model import BaseForestModel
 from dsbd_cli.models.tokenizer import HFCodec
+from dsbd_cli.models.transformers_backend.seq2seq import Seq2SeqForestModel
 from dsbd_cli.requests import Request
 
 __all__ = ["METHODS", "CTranslateConfig", "CTranslatePeer", "LlamaConfig", "LlamaPeer", "SeparatePeer", "convert"]

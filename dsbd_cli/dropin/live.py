@@ -15,13 +15,13 @@ from dsbd_cli.config.model import Numerics, OnTooLong
 from dsbd_cli.engine.checks.captures import prove_captures
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.errors import UnsupportedModelError, UsageError
-from dsbd_cli.models.adapted.attention import NAME as GROUPED
-from dsbd_cli.models.adapted.causal import CausalForestModel
 from dsbd_cli.models.checkpoints.generation import eos_ids
 from dsbd_cli.models.checkpoints.vocabulary import check_pair
 from dsbd_cli.models.checks.invariance import check
 from dsbd_cli.models.checks.selftest import self_test
 from dsbd_cli.models.tokenizer import HFCodec
+from dsbd_cli.models.transformers_backend.attention import NAME as GROUPED
+from dsbd_cli.models.transformers_backend.causal import CausalForestModel
 from dsbd_cli.models.verdicts import Verdict
 from dsbd_cli.ops.processor import current
 from dsbd_cli.requests import EngineInfo

@@ -1,7 +1,7 @@
 """The base class of loaded models over a packed forest: all that models of every kind share.
 
-A subclass computes one forward: decoder/decoder_model.py does so for our own decoder, adapted/adapter.py for models of
-transformers.
+A subclass computes one forward: decoder/decoder_model.py does so for our own decoder, transformers_backend/base.py for
+models of transformers.
 
 Shape letters: R rows, n nodes of a forward, S active cache slots, V vocabulary, B sequences, T tokens of a sequence.
 """

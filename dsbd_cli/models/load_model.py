@@ -1,7 +1,7 @@
 """Load one model in stages: config, weights, packing, checks. Each stage has its own errors.
 
-Our own decoder serves what it knows (decoder/), transformers everything else (load_adapted.py). A stage returns what it
-has made, and the last one a `Loaded`.
+Our own decoder serves what it knows (decoder/), transformers everything else (load_transformers.py). A stage returns
+what it has made, and the last one a `Loaded`.
 """
 
 from __future__ import annotations
@@ -79,14 +79,14 @@ def _load(checkpoint: Checkpoint, *, anew: bool) -> Loaded:
     kept = None if anew else verdicts.read_verdict(digest)
     description = _recalled(kept) if kept is not None and kept.get("plain") else _described(checkpoint)
     if isinstance(description, str):
-        return _adapted(checkpoint)
+        return _by_transformers(checkpoint)
     if kept is not None and kept["decoder"] is not None:
         made: Loaded | str = str(kept["decoder"])
     else:
         made = _DecoderLoad(checkpoint, description, digest, kept, whole=anew).load()
     if isinstance(made, Loaded):
         return made
-    return _adapted(checkpoint).noting(
+    return _by_transformers(checkpoint).noting(
         f"the {checkpoint.spec.role} runs through transformers: in our own decoder {made}"
     )
 
@@ -369,12 +369,12 @@ def read_small_files(checkpoint: Checkpoint) -> tuple[UnloadedModel, AheadCodec]
     return facts, AheadCodec(tokenizer, checkpoint.end_tokens(settings, tokenizer))
 
 
-def _adapted(checkpoint: Checkpoint) -> Loaded:
+def _by_transformers(checkpoint: Checkpoint) -> Loaded:
     """Return a model that transformers runs, which takes other memory for its weights."""
     end_touching()
-    from dsbd_cli.models.load_adapted import load_adapted
+    from dsbd_cli.models.load_transformers import load_transformers
 
-    return load_adapted(checkpoint)
+    return load_transformers(checkpoint)
 
 
 def _verdict(model: DecoderForestModel) -> Verdict:

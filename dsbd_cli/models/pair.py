@@ -66,7 +66,7 @@ def load_pair(target: Checkpoint, draft: Checkpoint | None, *, bridged: bool = F
     differences = check_pair(codec, small_codec, model.vocab_size, small.vocab_size)
     small.fit_width(model.vocab_size)
     if model.has_encoder and small.has_encoder:
-        from dsbd_cli.models.adapted.seq2seq import Seq2SeqForestModel
+        from dsbd_cli.models.transformers_backend.seq2seq import Seq2SeqForestModel
 
         assert isinstance(model, Seq2SeqForestModel)
         assert isinstance(small, Seq2SeqForestModel)

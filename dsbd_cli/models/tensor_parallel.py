@@ -32,11 +32,11 @@ from torch import Tensor, nn
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.errors import ModelError, UnsupportedModelError, UsageError
-from dsbd_cli.models.adapted.causal import CausalForestModel
 from dsbd_cli.models.cache import ForestCache
 from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
 from dsbd_cli.models.checkpoints.loader import load
 from dsbd_cli.models.recurrent.states import StateCache
+from dsbd_cli.models.transformers_backend.causal import CausalForestModel
 
 TIMEOUT = timedelta(hours=2)  # of a collective: weights load at different speeds
 Shape = tuple[tuple[int, ...], torch.dtype]

@@ -12,7 +12,7 @@ import pytest
 
 from dsbd_cli.cli.app import run
 from tests.helpers.pictures import NEW, draw, save_pictured
-from tests.models.adapted.test_pictures import bad_picture, uri
+from tests.models.transformers_backend.test_pictures import bad_picture, uri
 
 OPTIONS = ["--decode", "search", "--max-new-tokens", str(NEW)]
 

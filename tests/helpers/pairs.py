@@ -8,7 +8,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from dsbd_cli.models.adapted.encoder_inputs import Seq2SeqCodec
+from dsbd_cli.models.transformers_backend.encoder_inputs import Seq2SeqCodec
 from tests.helpers.tiny import V
 
 COUNTED = {

@@ -30,7 +30,6 @@ from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.errors import ModelError, UnsupportedModelError
 from dsbd_cli.models import load_model as stages
 from dsbd_cli.models import verdicts
-from dsbd_cli.models.adapted.causal import CausalForestModel
 from dsbd_cli.models.attention import views
 from dsbd_cli.models.attention.views import MaskView, PathView, PrefixView
 from dsbd_cli.models.checkpoints import loader
@@ -43,6 +42,7 @@ from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
 from dsbd_cli.models.decoder.spec import DecoderSpec, spec_of
 from dsbd_cli.models.forest_model import BaseForestModel, StateTap, unsupported
 from dsbd_cli.models.load_model import load_model
+from dsbd_cli.models.transformers_backend.causal import CausalForestModel
 from dsbd_cli.models.verdicts import Verdict
 from dsbd_cli.ops.cpu import linear
 from dsbd_cli.ops.cpu.program import loop
@@ -132,7 +132,7 @@ def test_every_family_in_bfloat16(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FLOAT_ANGLES)
-def test_families_whose_angles_stay_float32_are_adapted_in_bfloat16(name: str, tmp_path: Path) -> None:
+def test_families_whose_angles_stay_float32_fall_back_in_bfloat16(name: str, tmp_path: Path) -> None:
     folder = save_decoder(tmp_path / "model", build_decoder(name), torch.bfloat16)
     forest = load_model(Checkpoint.open(spec_for(folder, dtype="bfloat16"))).model
     assert isinstance(forest, CausalForestModel)
@@ -222,7 +222,7 @@ def folder(tmp_path: Path) -> Path:
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "its rotary positions are"),
     ],
 )
-def test_a_setting_that_is_not_known_is_adapted(fields: dict[str, Any], said: str, folder: Path) -> None:
+def test_a_setting_that_is_not_known_falls_back(fields: dict[str, Any], said: str, folder: Path) -> None:
     from transformers import AutoConfig
 
     changed(folder, **fields)
@@ -262,7 +262,7 @@ def test_heads_are_not_rotated_by_more_than_their_width(part: float, folder: Pat
     assert isinstance(load_model(Checkpoint.open(spec_for(folder))).model, CausalForestModel)
 
 
-def test_a_config_key_that_is_not_known_is_adapted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_config_key_that_is_not_known_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """A key that transformers declares and this package has never heard of; one that transformers does not read
     changes nothing."""
     from transformers import LlamaConfig
@@ -277,7 +277,7 @@ def test_a_config_key_that_is_not_known_is_adapted(monkeypatch: pytest.MonkeyPat
     assert spec_of(config) == "its config says mlp_bias = True, which is not known here"
 
 
-def test_an_architecture_that_is_not_known_is_adapted(tmp_path: Path) -> None:
+def test_an_architecture_that_is_not_known_falls_back(tmp_path: Path) -> None:
     for family in ("gpt2", "cohere"):
         forest, _, report = load_model(Checkpoint.open(spec_for(save(tmp_path / family, family))))
         assert isinstance(forest, CausalForestModel)
@@ -285,7 +285,7 @@ def test_an_architecture_that_is_not_known_is_adapted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [{"eps": 0.1}, {"scale": 0.5}, {"residual_scale": 0.9}, {"gelu": True}])
-def test_logits_that_are_not_transformers_are_adapted(
+def test_logits_that_are_not_transformers_fall_back(
     change: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards a family that is read wrongly: the model that answers is the model that was named."""

@@ -133,7 +133,7 @@ def test_what_was_read_of_a_trimmed_draft_says_so(tmp_path: Path) -> None:
     assert load_pair(*open_pair(spec_of(folder, "target"), spec_of(folder))).draft_form is None
 
 
-def test_an_adapted_draft_has_none(tmp_path: Path) -> None:
+def test_a_draft_of_the_transformers_backend_has_none(tmp_path: Path) -> None:
     folder = save(tmp_path / "full", "gpt2", tie_word_embeddings=True)
     trim(spec_of(folder), tmp_path / "small", COUNTS, size=20)
     small = load_model(Checkpoint.open(spec_of(tmp_path / "small"))).model

@@ -14,7 +14,7 @@ import torch
 import dsbd_cli
 from dsbd_cli import ModelSpec, loading
 from dsbd_cli.errors import ModelError
-from dsbd_cli.models import load_adapted, load_model
+from dsbd_cli.models import load_model, load_transformers
 from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
 from dsbd_cli.ops import ahead, memory
 from dsbd_cli.ops.ahead import HUGE, LEAST, TouchedMemory
@@ -126,13 +126,13 @@ def test_a_model_that_transformers_runs_gives_the_memory_back_first(
     target = save(tmp_path)
     monkeypatch.setattr(load_model, "spec_or_reason", lambda checkpoint: "a reason")
     begun = []
-    real = load_adapted.load_adapted
+    real = load_transformers.load_transformers
 
     def noting(checkpoint: Checkpoint) -> Any:
         begun.append(list(ahead._begun))
         return real(checkpoint)
 
-    monkeypatch.setattr(load_adapted, "load_adapted", noting)
+    monkeypatch.setattr(load_transformers, "load_transformers", noting)
     monkeypatch.setattr(loading, "_packed_bytes", lambda checkpoint: LEAST)
     dsbd_cli.load(target, None)
     assert begun == [[]]

@@ -15,8 +15,8 @@ import pytest
 
 from tests.engine.core.test_schemas import chain
 from tests.models.decoders import build_decoder, save_decoder
-from tests.models.draft_heads.adapted import save_target
 from tests.models.draft_heads.checkpoints import LAYERS, eagle3
+from tests.models.draft_heads.transformers_targets import save_target
 from tests.scale.conftest import Job, kill, wait_until_ended
 
 pytest.importorskip("ray")

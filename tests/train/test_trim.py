@@ -19,11 +19,11 @@ from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.drafting.logits import DraftLogits, lm_head_ids
 from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.errors import ModelError, OutputError, UnsupportedModelError, UsageError
-from dsbd_cli.models.adapted.causal import CausalForestModel
 from dsbd_cli.models.checkpoints.checkpoint import Checkpoint, open_pair
 from dsbd_cli.models.checkpoints.lm_head import LM_HEAD_FILE
 from dsbd_cli.models.load_model import load_model
 from dsbd_cli.models.pair import load_pair
+from dsbd_cli.models.transformers_backend.causal import CausalForestModel
 from dsbd_cli.requests import Request
 from dsbd_cli.train.trim import choose_ids, count_texts, trim
 from tests.helpers.checkpoints import numbers, save

@@ -506,7 +506,7 @@ def _longest_tokens(codec: TextCodec, vocab_size: int, eos_id: int):  # type: ig
     ids = {text: token for token, text in reversed(list(enumerate(tokens))) if text}
     longest = max(map(len, ids), default=0)
 
-    class TokenizerAdapter:
+    class BytesTokenizer:
         eos_token_id, bos_token_id = eos_id, None
         special_token_ids = [token for token, text in enumerate(tokens) if not text]  # noqa: RUF012
 
@@ -523,4 +523,4 @@ def _longest_tokens(codec: TextCodec, vocab_size: int, eos_id: int):  # type: ig
                 rest = rest[size:]
             return pieces
 
-    return TokenizerWrapper(TokenizerAdapter())
+    return TokenizerWrapper(BytesTokenizer())

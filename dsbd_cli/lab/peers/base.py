@@ -12,9 +12,9 @@ from torch import Tensor
 from dsbd_cli.answer_forms import Reasoning
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.engine.decoding.results import text_of
-from dsbd_cli.models.adapted.seq2seq import Seq2SeqForestModel
 from dsbd_cli.models.forest_model import BaseForestModel
 from dsbd_cli.models.tokenizer import HFCodec
+from dsbd_cli.models.transformers_backend.seq2seq import Seq2SeqForestModel
 from dsbd_cli.requests import Request
 
 Asked = Sequence[int] | Request  # token ids, or speech or a picture

@@ -35,11 +35,11 @@ from dsbd_cli.engine.constraints.trie import Trie
 from dsbd_cli.engine.protocols import EncoderRequest
 from dsbd_cli.errors import ModelError
 from dsbd_cli.lab.peers.base import Asked, Delivered, Peer, PeerSettings, delivered
-from dsbd_cli.models.adapted.attention import NAME as GROUPED
-from dsbd_cli.models.adapted.encoder_inputs import Seq2SeqCodec
-from dsbd_cli.models.adapted.seq2seq import Seq2SeqForestModel
 from dsbd_cli.models.forest_model import BaseForestModel
 from dsbd_cli.models.tokenizer import HFCodec
+from dsbd_cli.models.transformers_backend.attention import NAME as GROUPED
+from dsbd_cli.models.transformers_backend.encoder_inputs import Seq2SeqCodec
+from dsbd_cli.models.transformers_backend.seq2seq import Seq2SeqForestModel
 from dsbd_cli.requests import Request
 
 

@@ -305,15 +305,15 @@ def _products(target: ForestModel) -> list[object]:
     """Return the linear layers of a model. Our own decoder joins those that read the same input into one."""
     from torch.nn import Linear
 
-    from dsbd_cli.models.adapted.adapter import TransformersForest
-    from dsbd_cli.models.adapted.patching import Int8Linear, PackedLinear
     from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
+    from dsbd_cli.models.transformers_backend.base import TransformersForestModel
+    from dsbd_cli.models.transformers_backend.patching import Int8Linear, PackedLinear
 
     if isinstance(target, DecoderForestModel):
         weights = target.decoder.weights
         names = ("qkv", "out", "gate_up", "down")
         return [*(getattr(layer, name) for layer in weights.layers for name in names), weights.lm_head]
-    if not isinstance(target, TransformersForest):
+    if not isinstance(target, TransformersForestModel):
         return []
     return [module for module in target.module.modules() if isinstance(module, PackedLinear | Int8Linear | Linear)]
 

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsbd_cli.engine.core.slots import PREFIX_STEP
 from dsbd_cli.engine.protocols import ForestInput
-from dsbd_cli.models.adapted.seq2seq import Seq2SeqForestModel, sample_encoder_input
 from dsbd_cli.models.forest_model import BaseForestModel
+from dsbd_cli.models.transformers_backend.seq2seq import Seq2SeqForestModel, sample_encoder_input
 from dsbd_cli.models.verdicts import Verdict
 from dsbd_cli.ops.interface import host_reads
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.errors import UnsupportedModelError
-from dsbd_cli.models.adapted.seq2seq import Seq2SeqForestModel, sample_encoder_input
 from dsbd_cli.models.forest_model import BaseForestModel, SelfTestReport, unsupported
 from dsbd_cli.models.recurrent.states import StateCache
+from dsbd_cli.models.transformers_backend.seq2seq import Seq2SeqForestModel, sample_encoder_input
 from dsbd_cli.models.verdicts import LIMITS, PADDING, TIMES_ROUNDING, limit_for
 
 PROMPT = 7

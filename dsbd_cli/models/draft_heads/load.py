@@ -65,9 +65,9 @@ def _loaded(draft: Checkpoint, source: Checkpoint, target: BaseForestModel) -> B
     elif isinstance(target, DecoderForestModel):
         parts = read_mtp(source.tensors, target)
     else:
-        from dsbd_cli.models.draft_heads.adapted_head import read_adapted_mtp
+        from dsbd_cli.models.draft_heads.transformers_mtp import read_transformers_mtp
 
-        return read_adapted_mtp(source.tensors, target, name)
+        return read_transformers_mtp(source.tensors, target, name)
     model = DecoderDraftHead(target, parts.decoder, parts.layers[0], name, parts.form)
     if parts.ids is None:
         model.fit_width(target.vocab_size)

@@ -23,7 +23,7 @@ from dsbd_cli.engine.core.candidates import CandidateCount, Candidates, LegalTok
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.iteration import iteration as iteration_module
 from dsbd_cli.errors import InvalidRowError, UsageError
-from dsbd_cli.models.adapted.causal import CausalForestModel
+from dsbd_cli.models.transformers_backend.causal import CausalForestModel
 from dsbd_cli.ops.interface import Ops
 from dsbd_cli.requests import Request, RequestResult
 from tests.engine.decoding.test_distribution import excess, run_engine

@@ -19,9 +19,9 @@ from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.drafting.text import PromptTable
 from dsbd_cli.engine.protocols import ForestInput
-from dsbd_cli.models.adapted import positions
-from dsbd_cli.models.adapted.causal import CausalForestModel
-from dsbd_cli.models.adapted.seq2seq import Seq2SeqForestModel
+from dsbd_cli.models.transformers_backend import positions
+from dsbd_cli.models.transformers_backend.causal import CausalForestModel
+from dsbd_cli.models.transformers_backend.seq2seq import Seq2SeqForestModel
 from dsbd_cli.requests import Request, RequestResult
 from tests.engine.decoding.test_transformers import model as scaled
 from tests.helpers.pairs import ENDINGS, TEXT, batch_beams, build_pair, pair_codec, perturbed

@@ -28,8 +28,8 @@ from dsbd_cli.engine.decoding.results import text_of
 from dsbd_cli.engine.iteration import finished
 from dsbd_cli.engine.iteration.state import Limits
 from dsbd_cli.errors import InvalidRowError, UsageError
-from dsbd_cli.models.adapted.causal import CausalForestModel
 from dsbd_cli.models.tokenizer import HFCodec
+from dsbd_cli.models.transformers_backend.causal import CausalForestModel
 from dsbd_cli.requests import Request, RequestResult
 from tests.engine.decoding.test_same_text import path_noise
 from tests.engine.decoding.test_transformers import forest, model, prompts

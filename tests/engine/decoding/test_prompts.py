@@ -19,10 +19,10 @@ from dsbd_cli.engine.decoding.encode import COUNTED, Encoder
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.decoding.results import text_of
 from dsbd_cli.errors import InvalidRowError, PromptTooLongError
-from dsbd_cli.models.adapted.causal import CausalForestModel
-from dsbd_cli.models.adapted.encoder_inputs import Seq2SeqCodec
-from dsbd_cli.models.adapted.seq2seq import Seq2SeqForestModel
 from dsbd_cli.models.tokenizer import HFCodec
+from dsbd_cli.models.transformers_backend.causal import CausalForestModel
+from dsbd_cli.models.transformers_backend.encoder_inputs import Seq2SeqCodec
+from dsbd_cli.models.transformers_backend.seq2seq import Seq2SeqForestModel
 from dsbd_cli.requests import Request, RequestResult
 from tests.helpers.checkpoints import CHAT, KINDS, TEXTS, numbers, wrap
 from tests.helpers.pairs import build_pair

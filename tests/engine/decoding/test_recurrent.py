@@ -19,8 +19,8 @@ from dsbd_cli.engine.cache.caches import Caches
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.planning.planner import Shape
 from dsbd_cli.engine.protocols import ForestInput
-from dsbd_cli.models.adapted.causal import CausalForestModel
 from dsbd_cli.models.recurrent.states import StateCache
+from dsbd_cli.models.transformers_backend.causal import CausalForestModel
 from dsbd_cli.requests import Request
 from tests.engine.decoding.test_transformers import found, prompts
 from tests.helpers.tiny import RECURRENT, V, build

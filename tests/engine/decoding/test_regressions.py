@@ -12,7 +12,7 @@ from dsbd_cli.config.token_rules import MOST_NGRAM
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.errors import InvalidRowError, UsageError
-from dsbd_cli.models.adapted.causal import CausalForestModel
+from dsbd_cli.models.transformers_backend.causal import CausalForestModel
 from dsbd_cli.ops.interface import Ops
 from dsbd_cli.requests import Request
 from tests.helpers.tiny import build

@@ -22,7 +22,7 @@ from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.iteration import finished
 from dsbd_cli.engine.verify import base
 from dsbd_cli.errors import InvalidRowError, UsageError
-from dsbd_cli.models.adapted.causal import CausalForestModel
+from dsbd_cli.models.transformers_backend.causal import CausalForestModel
 from dsbd_cli.requests import Request, RequestResult
 from tests.engine.decoding.test_distribution import ENDING, exact_distribution, excess
 from tests.engine.decoding.test_transformers import expected, forest, model, prompts

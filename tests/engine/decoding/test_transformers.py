@@ -17,7 +17,7 @@ import torch
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.engine.decoding.engine import Engine
-from dsbd_cli.models.adapted.causal import CausalForestModel
+from dsbd_cli.models.transformers_backend.causal import CausalForestModel
 from dsbd_cli.requests import Request, RequestResult
 from tests.helpers.tiny import V, build
 from tests.helpers.toys import NumberCodec

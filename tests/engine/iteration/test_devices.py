@@ -24,9 +24,9 @@ from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.iteration import stepper as step_module
 from dsbd_cli.engine.iteration.cuda_graphs import IterationGraphs
 from dsbd_cli.engine.protocols import ForestInput
-from dsbd_cli.models.adapted import adapter
-from dsbd_cli.models.adapted.causal import CausalForestModel
 from dsbd_cli.models.attention import metadata
+from dsbd_cli.models.transformers_backend import adapter
+from dsbd_cli.models.transformers_backend.causal import CausalForestModel
 from dsbd_cli.requests import Request, RequestResult
 from tests.engine.iteration.test_cuda_graphs import FakeRecorder
 from tests.helpers.pretend import DEVICE, SameDevice, one_device, pretend

@@ -15,7 +15,7 @@ from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.iteration import stepper as step_module
-from dsbd_cli.models.adapted.reads import HostReads
+from dsbd_cli.models.transformers_backend.host_reads import HostReadCounter
 from dsbd_cli.requests import Request
 from tests.helpers.toys import NumberCodec, table_pair
 
@@ -47,7 +47,7 @@ def test_one_read_per_iteration(method: MethodConfig, allowed: str, monkeypatch:
     """allowed: which rows have a list of answers; in a batch of such rows alone another code looks at candidates."""
     target, draft = table_pair(1, 12, 0.5)
     engine = Engine(target, draft, NumberCodec(12, (2,)), method, batch_size=3)
-    reads, reports = HostReads(), []
+    reads, reports = HostReadCounter(), []
     step, report = engine._stepper.step, step_module.read_report
 
     def watched(*arguments: Any) -> Any:
@@ -80,7 +80,7 @@ def test_one_read_per_iteration(method: MethodConfig, allowed: str, monkeypatch:
 
 
 def test_the_counter_counts() -> None:
-    with HostReads() as reads:
+    with HostReadCounter() as reads:
         x = torch.arange(4)
         float(x.sum())
         x[x > 2]

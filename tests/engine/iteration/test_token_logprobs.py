@@ -14,7 +14,7 @@ import torch
 
 from dsbd_cli import MethodConfig, Request, SamplingConfig, UsageError
 from dsbd_cli.engine.decoding.engine import Engine
-from dsbd_cli.models.adapted.causal import CausalForestModel
+from dsbd_cli.models.transformers_backend.causal import CausalForestModel
 from tests.engine.decoding.test_transformers import model, prompts
 from tests.helpers.tiny import V
 from tests.helpers.toys import NumberCodec, TableLM

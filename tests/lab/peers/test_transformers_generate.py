@@ -14,10 +14,10 @@ from dsbd_cli.lab.peers.base import delivered, sequence_logprob
 from dsbd_cli.lab.peers.config import PeerConfig
 from dsbd_cli.lab.peers.transformers_generate import TransformersPeer
 from dsbd_cli.lab.tasks.choose import TASKS
-from dsbd_cli.models.adapted.patching import PackedLinear
 from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
 from dsbd_cli.models.forest_model import BaseForestModel
 from dsbd_cli.models.tokenizer import HFCodec
+from dsbd_cli.models.transformers_backend.patching import PackedLinear
 from dsbd_cli.ops.select import packing_works
 
 SAMPLING = SamplingConfig(max_new_tokens=24)
@@ -111,9 +111,9 @@ def test_transformers_runs_plain_weights(engine: Engine, tmp_path: Path) -> None
     from dsbd_cli.models.load_model import load_model
     from tests.helpers.checkpoints import save
 
-    adapted = load_model(Checkpoint.open(ModelSpec(str(save(tmp_path, "opt")), device="cpu"))).model
-    assert PackedLinear in [type(layer) for layer in adapted.module.modules()]  # type: ignore[attr-defined]
-    for forest in (adapted, engine.target):
+    loaded = load_model(Checkpoint.open(ModelSpec(str(save(tmp_path, "opt")), device="cpu"))).model
+    assert PackedLinear in [type(layer) for layer in loaded.module.modules()]  # type: ignore[attr-defined]
+    for forest in (loaded, engine.target):
         assert isinstance(forest, BaseForestModel)
         assert PackedLinear not in [type(layer) for layer in forest.stock().modules()]
         assert forest.stock() is forest.stock()

@@ -12,9 +12,9 @@ from dsbd_cli.lab.profiling.profile import _one_forward, _prompt_tokens
 from dsbd_cli.lab.profiling.runs import ProfiledPair, method_for, phases_of, setting_of
 from dsbd_cli.lab.profiling.timers import PHASES, RunLog
 from dsbd_cli.lab.reports.profile_data import NO_DRAFT, ForestSize
-from dsbd_cli.models.adapted.causal import CausalForestModel
-from dsbd_cli.models.adapted.patching import pack, plain_linears
 from dsbd_cli.models.forest_model import size_of
+from dsbd_cli.models.transformers_backend.causal import CausalForestModel
+from dsbd_cli.models.transformers_backend.patching import pack, plain_linears
 from dsbd_cli.ops.cpu import linear
 from dsbd_cli.ops.select import packing_works
 from dsbd_cli.requests import EngineInfo

@@ -16,9 +16,6 @@ from dsbd_cli.engine.cache import prefill
 from dsbd_cli.engine.core.slots import PREFIX_STEP
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.protocols import ForestModel
-from dsbd_cli.models.adapted import patching
-from dsbd_cli.models.adapted.causal import CausalForestModel
-from dsbd_cli.models.adapted.patching import pack
 from dsbd_cli.models.attention import forest, metadata, views
 from dsbd_cli.models.checkpoints.checkpoint import Checkpoint, open_pair
 from dsbd_cli.models.checks.invariance import Surroundings, _logits, check
@@ -27,6 +24,9 @@ from dsbd_cli.models.pair import LoadedPair, load_pair
 from dsbd_cli.models.recurrent import mixers
 from dsbd_cli.models.recurrent.linear_state import LinearState
 from dsbd_cli.models.recurrent.states import StateCache
+from dsbd_cli.models.transformers_backend import patching
+from dsbd_cli.models.transformers_backend.causal import CausalForestModel
+from dsbd_cli.models.transformers_backend.patching import pack
 from dsbd_cli.ops.cpu import attention, prompt_attention
 from dsbd_cli.requests import Request
 from tests.helpers.tiny import FIT, build

@@ -10,10 +10,10 @@ import torch
 
 from dsbd_cli.errors import UnsupportedModelError
 from dsbd_cli.models import verdicts
-from dsbd_cli.models.adapted.adapter import MaskPlan
-from dsbd_cli.models.adapted.causal import CausalForestModel
 from dsbd_cli.models.checks import selftest
 from dsbd_cli.models.checks.selftest import PROMPT, self_test
+from dsbd_cli.models.transformers_backend.base import MaskPlan
+from dsbd_cli.models.transformers_backend.causal import CausalForestModel
 from dsbd_cli.models.verdicts import CEILING, LIMITS
 from tests.helpers.tiny import FIT, UNFIT, build
 

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.errors import UnsupportedModelError
-from dsbd_cli.models.adapted.causal import CausalForestModel
 from dsbd_cli.models.checks.selftest import self_test
 from dsbd_cli.models.recurrent import linear_state
 from dsbd_cli.models.recurrent.linear_state import GroupedState, LinearState
 from dsbd_cli.models.recurrent.memory import LayerMemory, SelectiveState
 from dsbd_cli.models.recurrent.states import StateCache
 from dsbd_cli.models.recurrent.tail import Shift, TailBuffer
+from dsbd_cli.models.transformers_backend.causal import CausalForestModel
 from dsbd_cli.ops.cpu.kernels import scan
 from tests.helpers.tiny import HEAD, RECURRENT, V, build
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsbd_cli.models.adapted import attention
 from dsbd_cli.models.attention.metadata import AttentionMetadata, Split
 from dsbd_cli.models.recurrent import states
+from dsbd_cli.models.transformers_backend import attention
 from dsbd_cli.ops.cpu import attention as cpu_attention
 from dsbd_cli.ops.layout import SlotPaths
 from dsbd_cli.ops.select import ops_for

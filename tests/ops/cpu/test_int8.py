@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import UsageError
-from dsbd_cli.models.adapted.patching import Int8Linear, quantize
-from dsbd_cli.models.adapted.seq2seq import sample_encoder_input
 from dsbd_cli.models.checkpoints import loader
 from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
 from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
 from dsbd_cli.models.decoder.pack import quantize_decoder
 from dsbd_cli.models.load_model import load_model
 from dsbd_cli.models.pair import load_pair
+from dsbd_cli.models.transformers_backend.patching import Int8Linear, quantize
+from dsbd_cli.models.transformers_backend.seq2seq import sample_encoder_input
 from dsbd_cli.ops import select
 from dsbd_cli.ops.cpu.int8 import Int8Product
 from dsbd_cli.ops.select import int8_missing

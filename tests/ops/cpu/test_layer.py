@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from dsbd_cli.config.model import ModelSpec
-from dsbd_cli.models.adapted.causal import CausalForestModel
 from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
 from dsbd_cli.models.load_model import load_model
+from dsbd_cli.models.transformers_backend.causal import CausalForestModel
 from dsbd_cli.ops.cpu import layer as layer_ops
 from dsbd_cli.ops.interface import Ops
 from dsbd_cli.ops.run import Program

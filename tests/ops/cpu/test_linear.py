@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from dsbd_cli.models.adapted.patching import PackedLinear, pack
+from dsbd_cli.models.transformers_backend.patching import PackedLinear, pack
 from dsbd_cli.ops import memory, reference, select
 from dsbd_cli.ops.ahead import HUGE
 from dsbd_cli.ops.cpu import linear as packing

@@ -1,7 +1,8 @@
 """MTP layers of targets that transformers runs: a model of the target's own class that has this layer alone.
 
 So gated attention, latent attention and mixtures of experts are computed as in the target, and the layer is packed,
-masked and cached as every adapted model is. In place of embeddings it is given token and state joined.
+masked and cached as every model of the Transformers backend is. In place of embeddings it is given token and state
+joined.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from torch import Tensor, nn
 
 from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.errors import ModelError, one_line
-from dsbd_cli.models.adapted.adapter import LAST
-from dsbd_cli.models.adapted.causal import CausalForestModel
-from dsbd_cli.models.adapted.patching import pack, quantize
 from dsbd_cli.models.checkpoints.checkpoint import Tensors, quiet
 from dsbd_cli.models.draft_heads.formats import MTP_LM_HEAD, DraftHeadTensors, MtpNames, find_mtp
 from dsbd_cli.models.draft_heads.model import AFTER_NORM, BaseDraftHead, without_first
 from dsbd_cli.models.forest_model import BaseForestModel, ModelSize, StateTap, address
+from dsbd_cli.models.transformers_backend.base import LAST
+from dsbd_cli.models.transformers_backend.causal import CausalForestModel
+from dsbd_cli.models.transformers_backend.patching import pack, quantize
 
 # settings of MTP layers, each with the only value that is known here; all others must be off
 KNOWN_MTP = {"num_mtp_layers": 1, "mtp_num_hidden_layers": 1, "mtp_layer_types": ["full_attention"]}
@@ -29,7 +30,8 @@ TABLES = ("model.embed_tokens.weight", "lm_head.weight")  # the target's own are
 
 
 class TransformersDraftHead(BaseDraftHead, CausalForestModel):
-    """An MTP layer and the adapted target whose states it reads and guesses. States are those after the final norm.
+    """An MTP layer and the target of transformers whose states it reads and guesses. States are those after the final
+    norm.
 
     model: of the target's class, with that layer alone, and with `mtp_fc`, `mtp_token_norm` and `mtp_state_norm`, which
     join token and state.
@@ -85,8 +87,8 @@ def _tables(model: Any) -> list[Tensor]:
     return list({address(table): table for table in tables}.values())
 
 
-def read_adapted_mtp(tensors: Tensors, target: BaseForestModel, name: str) -> TransformersDraftHead:
-    """Read the MTP layer of an adapted target's own checkpoint. Raises ModelError where there is none, or where it is
+def read_transformers_mtp(tensors: Tensors, target: BaseForestModel, name: str) -> TransformersDraftHead:
+    """Read the MTP layer of such a target's own checkpoint. Raises ModelError where there is none, or where it is
     not understood."""
     names, draft_head_tensors = find_mtp(tensors, target.layer_count)
     theirs = target.settings

@@ -18,19 +18,18 @@ from transformers.modeling_layers import MtpModel
 
 from dsbd_cli.engine.protocols import DraftHeadModel
 from dsbd_cli.errors import ModelError, UsageError
-from dsbd_cli.models.adapted.adapter import LAST
-from dsbd_cli.models.adapted.patching import Int8Linear
 from dsbd_cli.models.checkpoints.checkpoint import Checkpoint, open_pair
-from dsbd_cli.models.draft_heads.adapted_head import TransformersDraftHead
 from dsbd_cli.models.draft_heads.load import load_draft_head
 from dsbd_cli.models.draft_heads.model import DecoderDraftHead
+from dsbd_cli.models.draft_heads.transformers_mtp import TransformersDraftHead
 from dsbd_cli.models.forest_model import StateTap
 from dsbd_cli.models.load_model import load_model
 from dsbd_cli.models.pair import load_pair
+from dsbd_cli.models.transformers_backend.base import LAST
+from dsbd_cli.models.transformers_backend.patching import Int8Linear
 from dsbd_cli.models.verdicts import TIMES_ROUNDING
 from tests.helpers.checkpoints import numbers
 from tests.helpers.tiny import V, build
-from tests.models.draft_heads.adapted import LAYERS, StockHead, save_target
 from tests.models.draft_heads.checkpoints import LAYER_IDS, ScalarHead, eagle3
 from tests.models.draft_heads.test_draft_heads import (
     Watch,
@@ -43,6 +42,7 @@ from tests.models.draft_heads.test_draft_heads import (
     spec_for,
     watched,
 )
+from tests.models.draft_heads.transformers_targets import LAYERS, StockHead, save_target
 from tests.ops.cpu.test_int8 import any_size, needs_int8  # noqa: F401
 
 Loads = Callable[[str], tuple[Any, TransformersDraftHead, StockHead]]
@@ -54,7 +54,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loads:
 
     @cache
     def load(family: str) -> tuple[Any, TransformersDraftHead, StockHead]:
-        folder, whole = save_target(tmp_path_factory.mktemp("adapted"), family)
+        folder, whole = save_target(tmp_path_factory.mktemp("targets"), family)
         pair = load_pair(*open_pair(spec_for(folder), spec_for("mtp", "draft")))
         head: Any = pair.draft
         assert isinstance(head, TransformersDraftHead)
@@ -139,7 +139,8 @@ def test_a_layer_says_what_it_says_in_transformers(family: str, loaded: Loads, m
 
 
 def eagle3_pair(folder: Path, family: str) -> tuple[Any, DecoderDraftHead, ScalarHead]:
-    """Write an adapted target and an EAGLE-3 head, and load them; return them with the head's formula."""
+    """Write a target of the Transformers backend and an EAGLE-3 head, and load them; return them with the head's
+    formula."""
     if family == "gpt-oss":
         kinds = ["sliding_attention", "full_attention"]
         wide = {

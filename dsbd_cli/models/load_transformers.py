@@ -9,10 +9,6 @@ import torch
 
 from dsbd_cli.errors import ModelError, UnsupportedModelError, UsageError
 from dsbd_cli.models import verdicts
-from dsbd_cli.models.adapted.causal import CausalForestModel
-from dsbd_cli.models.adapted.encoder_inputs import Seq2SeqCodec
-from dsbd_cli.models.adapted.patching import pack, quantize
-from dsbd_cli.models.adapted.seq2seq import Seq2SeqForestModel, encoder_digest
 from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
 from dsbd_cli.models.checkpoints.lm_head import installed, trimmed_target
 from dsbd_cli.models.checkpoints.loader import PICTURE_MODELS, load, load_network, load_preprocessor, too_small
@@ -21,10 +17,14 @@ from dsbd_cli.models.checks.selftest import self_test
 from dsbd_cli.models.forest_model import Loaded, LoadReport
 from dsbd_cli.models.tensor_parallel import Ranks, ShardedForestModel, check_ranks, load_slice
 from dsbd_cli.models.tokenizer import HFCodec
+from dsbd_cli.models.transformers_backend.causal import CausalForestModel
+from dsbd_cli.models.transformers_backend.encoder_inputs import Seq2SeqCodec
+from dsbd_cli.models.transformers_backend.patching import pack, quantize
+from dsbd_cli.models.transformers_backend.seq2seq import Seq2SeqForestModel, encoder_digest
 from dsbd_cli.models.verdicts import Verdict
 
 
-def load_adapted(checkpoint: Checkpoint) -> Loaded:
+def load_transformers(checkpoint: Checkpoint) -> Loaded:
     """Return a model that transformers runs and its codec. Where `invariant` numerics are asked of a target, they are
     checked.
 
@@ -88,11 +88,11 @@ def _source_codec(
         message = f"answers begin with token {start} (decoder_start_token_id), but its decoder has {width} ids"
         raise ModelError(f"{checkpoint.name}: {message}")
     if model.config.model_type == "whisper":
-        from dsbd_cli.models.adapted.speech import WhisperCodec
+        from dsbd_cli.models.transformers_backend.speech import WhisperCodec
 
         return WhisperCodec(tokenizer, ends, start, model, load_preprocessor(checkpoint, pictures=False))
     if model.config.model_type in PICTURE_MODELS:
-        from dsbd_cli.models.adapted.pictures import PictureCodec
+        from dsbd_cli.models.transformers_backend.pictures import PictureCodec
 
         return PictureCodec(tokenizer, ends, start, model, load_preprocessor(checkpoint, pictures=True))
     return Seq2SeqCodec(tokenizer, ends, start, model)

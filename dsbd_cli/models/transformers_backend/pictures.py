@@ -13,9 +13,9 @@ from torch import Tensor
 
 from dsbd_cli.engine.protocols import EncoderRequest
 from dsbd_cli.errors import InvalidRowError, shorten
-from dsbd_cli.models.adapted.encoder_inputs import Seq2SeqCodec
-from dsbd_cli.models.adapted.picture_sizes import picture_fault
-from dsbd_cli.models.adapted.row_files import MOST_BYTES, open_file, readable, shown
+from dsbd_cli.models.transformers_backend.encoder_inputs import Seq2SeqCodec
+from dsbd_cli.models.transformers_backend.picture_sizes import picture_fault
+from dsbd_cli.models.transformers_backend.row_files import MOST_BYTES, open_file, readable, shown
 from dsbd_cli.requests import Request
 
 if TYPE_CHECKING:

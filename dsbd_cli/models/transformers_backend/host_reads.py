@@ -13,7 +13,7 @@ READS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal
 COPIES = ("_to_copy", "copy_")
 
 
-class HostReads(TorchDispatchMode):
+class HostReadCounter(TorchDispatchMode):
     """A mode that counts operations that give a number to the host, or whose shape depends on data.
 
     Attributes:

@@ -18,9 +18,6 @@ from torch.utils.hooks import RemovableHandle
 from dsbd_cli.config.token_rules import TokenRules
 from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.errors import UnsupportedModelError
-from dsbd_cli.models.adapted.attention import use_grouped_attention
-from dsbd_cli.models.adapted.patching import Int8Linear, PackedExperts, PackedLinear
-from dsbd_cli.models.adapted.reads import HostReads
 from dsbd_cli.models.attention.metadata import AttentionMetadata
 from dsbd_cli.models.cache import ForestCache
 from dsbd_cli.models.checkpoints.generation import checkpoint_rules, positions_of
@@ -32,6 +29,9 @@ from dsbd_cli.models.forest_model import (
     calibration_tokens,
     unsupported,
 )
+from dsbd_cli.models.transformers_backend.attention import use_grouped_attention
+from dsbd_cli.models.transformers_backend.host_reads import HostReadCounter
+from dsbd_cli.models.transformers_backend.patching import Int8Linear, PackedExperts, PackedLinear
 from dsbd_cli.ops.interface import Ops
 from dsbd_cli.ops.select import MODEL, ops_for
 
@@ -86,7 +86,7 @@ class MaskPlan:
         return batch.mask if self.window is None else batch.mask & (here - there < self.window)
 
 
-class TransformersForest(BaseForestModel):
+class TransformersForestModel(BaseForestModel):
     """A loaded transformers model over a packed forest. Construction runs one token through it to learn its shapes.
 
     A subclass implements `_call`, one forward. Raises UnsupportedModelError when the architecture keeps more than keys
@@ -300,7 +300,7 @@ class TransformersForest(BaseForestModel):
         mask = torch.ones((1, 1, 1), dtype=torch.bool, device=self._device)
         with unsupported(self.architecture), torch.no_grad():
             self.reserve(1, 1)
-            with HostReads() as reads:
+            with HostReadCounter() as reads:
                 output = self._call(self._model, ForestInput(zero, zero, zero, mask, zero))
             self._waits_for_host = bool(reads.counts)
             if not self.kv_bytes_per_slot() and not self.state_bytes(0):

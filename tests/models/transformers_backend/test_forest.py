@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from dsbd_cli.engine.protocols import ForestInput, ForestModel
-from dsbd_cli.models.adapted.attention import NAME, same_logits
-from dsbd_cli.models.adapted.causal import CausalForestModel
 from dsbd_cli.models.attention.metadata import AttentionMetadata, LayerMask
+from dsbd_cli.models.transformers_backend.attention import NAME, same_logits
+from dsbd_cli.models.transformers_backend.causal import CausalForestModel
 from tests.helpers.tiny import FIT, Row, build, forest_input, plain_logits, worst
 
 SLOTS = 64
@@ -116,7 +116,7 @@ def test_grouped_attention_is_used_and_equal() -> None:
     assert forest.module.config._attn_implementation == NAME  # type: ignore[union-attr]
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    from dsbd_cli.models.adapted.attention import grouped_attention
+    from dsbd_cli.models.transformers_backend.attention import grouped_attention
 
     torch.manual_seed(0)
     query, key, value = torch.randn(2, 6, 5, 8), torch.randn(2, 3, 11, 8), torch.randn(2, 3, 11, 4)

@@ -28,9 +28,9 @@ import dsbd_cli
 from dsbd_cli import MethodConfig, Request, RequestResult, SamplingConfig
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.errors import InvalidRowError, ModelError, PairError, UsageError
-from dsbd_cli.models.adapted import pictures, row_files
-from dsbd_cli.models.adapted.pictures import read_picture
-from dsbd_cli.models.adapted.seq2seq import Seq2SeqForestModel
+from dsbd_cli.models.transformers_backend import pictures, row_files
+from dsbd_cli.models.transformers_backend.pictures import read_picture
+from dsbd_cli.models.transformers_backend.seq2seq import Seq2SeqForestModel
 from tests.helpers.pairs import perturbed
 from tests.helpers.pictures import END, NEW, PICTURED, START, draw, draw_five, save_pictured
 

@@ -34,9 +34,9 @@ from dsbd_cli.cli.app import run
 from dsbd_cli.engine.cache.caches import Caches
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.errors import InvalidRowError, PromptTooLongError
-from dsbd_cli.models.adapted import speech
-from dsbd_cli.models.adapted.seq2seq import Seq2SeqForestModel
-from dsbd_cli.models.adapted.speech import WhisperCodec, read_audio
+from dsbd_cli.models.transformers_backend import speech
+from dsbd_cli.models.transformers_backend.seq2seq import Seq2SeqForestModel
+from dsbd_cli.models.transformers_backend.speech import WhisperCodec, read_audio
 from dsbd_cli.requests import Segment
 from tests.helpers.pairs import ENDINGS, build_pair, perturbed
 

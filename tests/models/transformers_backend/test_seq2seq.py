@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from dsbd_cli.errors import UnsupportedModelError
-from dsbd_cli.models.adapted import positions
-from dsbd_cli.models.adapted.crossing import CrossCache
-from dsbd_cli.models.adapted.patching import pack
-from dsbd_cli.models.adapted.seq2seq import Seq2SeqForestModel, encoder_digest, sample_encoder_input
 from dsbd_cli.models.checks.invariance import COMPANIES, Surroundings, _logits, check
 from dsbd_cli.models.checks.selftest import self_test
+from dsbd_cli.models.transformers_backend import positions
+from dsbd_cli.models.transformers_backend.crossing import CrossCache
+from dsbd_cli.models.transformers_backend.patching import pack
+from dsbd_cli.models.transformers_backend.seq2seq import Seq2SeqForestModel, encoder_digest, sample_encoder_input
 from dsbd_cli.ops.processor import on_amd
 from tests.helpers.pairs import FIT, UNFIT, build_pair, perturbed
 

@@ -15,8 +15,8 @@ from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.config.token_rules import Timestamps, TokenRules, asked_rules
 from dsbd_cli.engine.protocols import EncoderRequest
 from dsbd_cli.errors import InvalidRowError, PromptTooLongError, UsageError, shorten
-from dsbd_cli.models.adapted.encoder_inputs import Seq2SeqCodec
-from dsbd_cli.models.adapted.row_files import open_file, shown
+from dsbd_cli.models.transformers_backend.encoder_inputs import Seq2SeqCodec
+from dsbd_cli.models.transformers_backend.row_files import open_file, shown
 from dsbd_cli.requests import Request, Segment
 
 MOST_SAMPLES = 1 << 26  # of all channels: 256 MiB, and 30 seconds of 11 channels at 192 kHz

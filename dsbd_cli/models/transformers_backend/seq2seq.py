@@ -19,14 +19,14 @@ from transformers.modeling_outputs import Seq2SeqLMOutput
 
 from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.errors import UnsupportedModelError, one_line
-from dsbd_cli.models.adapted.adapter import TransformersForest
-from dsbd_cli.models.adapted.attention import NAME, attend_by_function, attention_over
-from dsbd_cli.models.adapted.crossing import STEP, CrossCache, ForestPairCache
-from dsbd_cli.models.adapted.patching import PackedLinear
-from dsbd_cli.models.adapted.picture_sizes import any_size, picture_shape, sample_shape, swin_places
-from dsbd_cli.models.adapted.positions import DecoderPositions, decoder_of
 from dsbd_cli.models.attention.metadata import AttentionMetadata, LayerMask, Split
 from dsbd_cli.models.forest_model import calibration_tokens
+from dsbd_cli.models.transformers_backend.attention import NAME, attend_by_function, attention_over
+from dsbd_cli.models.transformers_backend.base import TransformersForestModel
+from dsbd_cli.models.transformers_backend.crossing import STEP, CrossCache, ForestPairCache
+from dsbd_cli.models.transformers_backend.patching import PackedLinear
+from dsbd_cli.models.transformers_backend.picture_sizes import any_size, picture_shape, sample_shape, swin_places
+from dsbd_cli.models.transformers_backend.positions import DecoderPositions, decoder_of
 from dsbd_cli.ops.interface import host_reads
 
 DECODER_LIMITS = ("max_target_positions", "max_decoder_position_embeddings", "max_position_embeddings")
@@ -36,7 +36,7 @@ PADDED_TO = 128  # tokens: a longer source fills the processor by itself
 UNLIMITED = 512  # positions of a table whose size the config does not tell
 
 
-class Seq2SeqForestModel(TransformersForest):
+class Seq2SeqForestModel(TransformersForestModel):
     """A model with an encoder and a decoder. `encode` comes before the first forward of a row."""
 
     def __init__(

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.errors import UnsupportedModelError
-from dsbd_cli.models.adapted.adapter import MaskPlan, TransformersForest
-from dsbd_cli.models.adapted.attention import attention_over
 from dsbd_cli.models.cache import ForestCache
 from dsbd_cli.models.recurrent.mixers import REFUSED, bind, has_mixers
 from dsbd_cli.models.recurrent.states import StateCache
+from dsbd_cli.models.transformers_backend.attention import attention_over
+from dsbd_cli.models.transformers_backend.base import MaskPlan, TransformersForestModel
 
 
-class CausalForestModel(TransformersForest):
+class CausalForestModel(TransformersForestModel):
     """A decoder-only model: the prompt and the answer are one sequence."""
 
     def _new_cache(self, device: torch.device) -> ForestCache:

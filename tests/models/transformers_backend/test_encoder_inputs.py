@@ -19,9 +19,9 @@ from transformers import AutoTokenizer, M2M100Config, M2M100Tokenizer, MBartToke
 from dsbd_cli import Request, SamplingConfig
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import InvalidRowError, ModelError
-from dsbd_cli.models.adapted.encoder_inputs import Seq2SeqCodec
 from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
-from dsbd_cli.models.load_adapted import _source_codec
+from dsbd_cli.models.load_transformers import _source_codec
+from dsbd_cli.models.transformers_backend.encoder_inputs import Seq2SeqCodec
 from tests.helpers.checkpoints import wrap
 
 PIECES = ["<s>", "<pad>", "</s>", "<unk>", "▁a", "▁b", "▁"]

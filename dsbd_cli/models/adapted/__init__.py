@@ -1,1 +1,0 @@
-"""Models of transformers, adapted to forests."""

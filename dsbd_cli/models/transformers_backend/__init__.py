@@ -1,0 +1,1 @@
+"""The Transformers backend: models that run through the forward of transformers, over packed forests."""
