@@ -21,7 +21,7 @@ PACKAGE = ROOT / "dsbd_cli"
 # From the lowest to the highest. A unit is a file or a folder with all that is in it and is no unit of its own. It may
 # import units of lower lines, and nothing of its own line but itself. tests/test_structure.py is the only place of it.
 LAYERS = (
-    ("ops.layout", "ops.processor", "ops.ahead", "ops.run", "user_cache"),
+    ("ops.layout", "ops.processor", "ops.ahead", "ops.recording", "user_cache"),
     ("ops.memory", "ops.reference"),
     ("errors", "_version", "stats", "threads", "models.chat_child", "ops.cpu"),
     ("config", "lab.metrics", "io.schemas"),

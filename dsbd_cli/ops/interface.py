@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.ops import reference
-from dsbd_cli.ops.run import Loop
+from dsbd_cli.ops.recording import Loop
 
 Backend = Literal["torch", "numba", "triton"]
 LEAST_WEIGHTS = 100_000  # smaller products are not quantized: their weights stay in a cache

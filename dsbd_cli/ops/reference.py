@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from dsbd_cli.ops import run
+from dsbd_cli.ops import recording
 
 OUTLIERS = 32  # channels that are not quantized; measured: benchmarks/LOG.md, 2026-11-22
 # Smaller arguments of exp are raised to this: soon below, exp is subnormal in float32, which takes processors ten times
@@ -43,7 +43,7 @@ class Norm:
 def norm(rms: Norm, x: Tensor, more: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Apply a norm to x (+ more) [..., H]. Return the result and the sum x + more [..., H], which is empty without
     `more`."""
-    return run.compute(lambda: _norm(rms, x, more))
+    return recording.compute(lambda: _norm(rms, x, more))
 
 
 def _norm(rms: Norm, x: Tensor, more: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -66,7 +66,7 @@ def gated(gate_up: Tensor, gelu: bool) -> Tensor:
         active = nn.functional.gelu(gate, approximate="tanh") if gelu else nn.functional.silu(gate)
         return active * up
 
-    return run.compute(compute)
+    return recording.compute(compute)
 
 
 def rotate(
@@ -99,7 +99,7 @@ def rotate(
         values.flatten(0, 1).index_copy_(0, slots, resting.flatten(0, 1))
         return turned[:, :, :heads].transpose(1, 2).contiguous()
 
-    return run.compute(compute)
+    return recording.compute(compute)
 
 
 @dataclass(slots=True)

@@ -11,8 +11,8 @@ from dsbd_cli.config.method import DEFAULT_DEPTH, MethodConfig
 from dsbd_cli.config.model import DTYPES, ModelSpec
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.lab.profiling.budget import Budget, CutOffError
+from dsbd_cli.lab.profiling.measurements import method_for
 from dsbd_cli.lab.profiling.profile import depth_rates
-from dsbd_cli.lab.profiling.runs import method_for
 from dsbd_cli.lab.reports.profile_data import NO_DRAFT, ForestSize
 from dsbd_cli.requests import Request
 from dsbd_cli.stats import RequestStats

@@ -46,7 +46,7 @@ from dsbd_cli.models.transformers_backend.causal import CausalForestModel
 from dsbd_cli.models.verdicts import Verdict
 from dsbd_cli.ops.cpu import linear
 from dsbd_cli.ops.cpu.program import loop
-from dsbd_cli.ops.run import Arena, Program
+from dsbd_cli.ops.recording import Arena, Program
 from dsbd_cli.ops.select import packing_works
 from dsbd_cli.requests import Request
 from dsbd_cli.user_cache import cache_folder

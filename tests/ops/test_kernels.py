@@ -28,7 +28,7 @@ from dsbd_cli.ops import reference, select
 from dsbd_cli.ops.cpu import layer
 from dsbd_cli.ops.cpu.runtime import FLOATS
 from dsbd_cli.ops.processor import VARIABLE, Processor, current, possible
-from dsbd_cli.ops.run import Arena
+from dsbd_cli.ops.recording import Arena
 
 ROOT = Path(__file__).parents[2]
 THREADS = 1, 2, 3

@@ -196,8 +196,8 @@ def _measure(
         warn_left_out(failed)
         requests = tuple(kept)
     from dsbd_cli.lab.profiling.budget import Budget
+    from dsbd_cli.lab.profiling.measurements import ProfiledPair
     from dsbd_cli.lab.profiling.profile import take_profile
-    from dsbd_cli.lab.profiling.runs import ProfiledPair
 
     shown = False
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dsbd_cli.lab.profiling.budget import Budget
-from dsbd_cli.lab.profiling.runs import ProfiledRun, drafts_nodes
+from dsbd_cli.lab.profiling.measurements import Measurement, drafts_nodes
 from dsbd_cli.lab.reports.profile_data import ForestSize, Machine, MeasuredSetting
 
 WIDE_SPREAD = 0.25
@@ -36,21 +36,21 @@ def warnings(machine: Machine, measured: Sequence[MeasuredSetting]) -> list[str]
     return notes
 
 
-def drafting(run: ProfiledRun) -> list[str]:
+def drafting(measurement: Measurement) -> list[str]:
     """Return notes on what each of two drafters brought, and on the phase `draft` where it does not consist of forwards
     of a draft model over the forest's nodes."""
-    method = run.method
+    method = measurement.method
     shares = [
         f"{name} {drafter.accepted} of {drafter.drafted} nodes"
         + (f" ({drafter.accepted / drafter.drafted:.0%})" if drafter.drafted else "")
-        for name, drafter in run.stats.drafters.items()
+        for name, drafter in measurement.stats.drafters.items()
     ]
     both = [f"accepted: {', '.join(shares)}; a node that both proposed is the first one's"] if shares else []
     if not method.depth or drafts_nodes(method):
         return both
     if not method.bridges:
         return [*both, f"drafter {method.drafter} runs no draft model: its phase draft is look-ups in tensors"]
-    calls = run.stats.draft_calls / max(run.stats.target_calls, 1)
+    calls = measurement.stats.draft_calls / max(measurement.stats.target_calls, 1)
     return [
         "drafter bridge reads the host in its phase draft by design: the beams once an iteration and the best tokens "
         "after each draft forward, because text lives there",
@@ -72,7 +72,7 @@ def missing(budget: Budget) -> list[str]:
 
 
 def notes(now: MeasuredSetting, tried: Sequence[MeasuredSetting], best: ForestSize) -> list[str]:
-    """Return notes on what the runs show about the setting in use and the recommended one."""
+    """Return notes on what the measurements show about the setting in use and the recommended one."""
     notes = []
     plain = next((setting for setting in tried if not setting.setting.depth), None)
     if plain is not None and now.setting.depth:

@@ -84,13 +84,13 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Expected seconds of runs that have not been made yet, estimated from single forwards of one row.
+    """Expected seconds of measurements that have not been made yet, estimated from single forwards of one row.
 
     Attributes:
         target, draft: seconds of a forward as a line over its nodes; draft is None where no draft model runs the nodes.
             most: nodes of the widest forward of the target that was timed. num_beams: W.
-        now, prefill_s, iterations, steps_per_call: setting and results of a run that was made. scale: measured seconds
-            of an iteration of it over the seconds of its forwards of one row.
+        now, prefill_s, iterations, steps_per_call: setting and results of a measurement that was made. scale: measured
+            seconds of an iteration of it over the seconds of its forwards of one row.
     """
 
     target: FittedLine
@@ -113,7 +113,7 @@ class Expected:
         iteration yields a token or more."""
         return prompt_tokens * self.target.at(self.most) / self.most + new_tokens * self.iteration(self.now)
 
-    def run(self, setting: ForestSize) -> float:
+    def seconds(self, setting: ForestSize) -> float:
         """Return the seconds of answering all requests once more with another setting. A smaller forest may yield only
         one step per iteration."""
         now = self.now

@@ -1,4 +1,4 @@
-"""A whole profile: timed runs of the setting in use and of some neighbours, and what follows from them."""
+"""A whole profile: measurements of the setting in use and of some neighbours, and what follows from them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dsbd_cli.lab.metrics.memory import synchronise
 from dsbd_cli.lab.profiling import advice
 from dsbd_cli.lab.profiling.budget import CutOffError, Expected
 from dsbd_cli.lab.profiling.machine import describe_machine, machine_rates
-from dsbd_cli.lab.profiling.runs import ProfiledPair, ProfiledRun, method_for, phases_of, setting_of
+from dsbd_cli.lab.profiling.measurements import Measurement, ProfiledPair, method_for, phases_of, setting_of
 from dsbd_cli.lab.profiling.snapshot import Snapshot
 from dsbd_cli.lab.reports.profile_data import (
     NO_DRAFT,
@@ -37,7 +37,9 @@ from dsbd_cli.requests import Request
 from dsbd_cli.stats import RequestStats
 
 SLOT_STEP = 32
-RUN_SHARE = 0.2  # of the time, for one run at most; texts that end early and drafts that pass take a fraction of it
+MEASUREMENT_SHARE = (
+    0.2  # of the time, for one measurement at most; texts that end early and drafts that pass take a fraction of it
+)
 FEWER_TOKENS = (16, 4)
 
 
@@ -50,9 +52,9 @@ def take_profile(
     show: int | None = None,
 ) -> Profile | None:
     """Measure what the budget of `bench` has time for, the most valuable parts first. Return None where it was stopped
-    before the first run.
+    before the first measurement.
 
-    repeats: rounds of timed runs, at most. render: returns a command line that uses a setting. show: number of the
+    repeats: rounds of measurements, at most. render: returns a command line that uses a setting. show: number of the
     iteration to be shown, from 1.
 
     Raises DsbdError where a prompt cannot be decoded, UsageError where --show asks for an iteration that there is not.
@@ -72,10 +74,10 @@ class _Session:
         self._now = setting_of(method)
         self._machine = describe_machine(bench.target.device)
         self._forest: ShownForest | None = None
-        self._first: ProfiledRun | None = None
+        self._first: Measurement | None = None
         self._roofline: Roofline | None = None
-        self._single_runs: dict[ForestSize, ProfiledRun] = {}
-        self._rounds: dict[ForestSize, list[ProfiledRun]] = {}
+        self._measured_once: dict[ForestSize, Measurement] = {}
+        self._rounds: dict[ForestSize, list[Measurement]] = {}
         self._repeats = 1
 
     def measure(self, repeats: int, show: int | None) -> None:
@@ -87,32 +89,32 @@ class _Session:
             self._forest = _forest(self._bench, method, show)
         budget.tell("warming up")
         began = budget.clock()
-        self._single_runs[self._now] = self._first = self._bench.timed(method, log_steps=True)
+        self._measured_once[self._now] = self._first = self._bench.timed(method, log_steps=True)
         budget.found(f"{self._now.label}: {_speed(self._first)}, the first run")
         expected = _scaled(expected, self._first, budget.clock() - began)
         if method.depth:
-            self._run_once("the run without a draft", NO_DRAFT, expected)
+            self._measure_once("the run without a draft", NO_DRAFT, expected)
         self._roofline = _roofline(self._bench)
-        round_s = expected.run(self._now) + expected.run(NO_DRAFT)
+        round_s = expected.seconds(self._now) + expected.seconds(NO_DRAFT)
         for setting in neighbours(method):
-            self._run_once(f"a run of {setting.label}", setting, expected, reserved_s=round_s)
+            self._measure_once(f"a run of {setting.label}", setting, expected, reserved_s=round_s)
         self._take_rounds(expected, repeats)
 
-    def _run_once(self, what: str, setting: ForestSize, expected: Expected, *, reserved_s: float = 0.0) -> None:
+    def _measure_once(self, what: str, setting: ForestSize, expected: Expected, *, reserved_s: float = 0.0) -> None:
         """Run a setting if there is time for it, and for `reserved_s` seconds of what comes after it."""
-        seconds = expected.run(setting)
+        seconds = expected.seconds(setting)
         if self._budget.affords(what, seconds, reserved_s=reserved_s):
             self._budget.tell(f"timing {what}", seconds)
-            self._single_runs[setting] = self._timed(setting)
+            self._measured_once[setting] = self._timed(setting)
 
-    def _timed(self, setting: ForestSize) -> ProfiledRun:
-        run = self._bench.timed(method_for(self._method, setting))
-        self._budget.found(f"{setting.label}: {_speed(run)}")
-        return run
+    def _timed(self, setting: ForestSize) -> Measurement:
+        measurement = self._bench.timed(method_for(self._method, setting))
+        self._budget.found(f"{setting.label}: {_speed(measurement)}")
+        return measurement
 
     def _fit(self) -> Expected:
-        """Time single forwards, keep the prompts and new tokens that one run has time for, and return the expected
-        times."""
+        """Time single forwards, keep the prompts and new tokens that one measurement has time for, and return the
+        expected times."""
         method, budget, bench = self._method, self._budget, self._bench
         budget.tell("timing one forward")
         encoder = Encoder.alone(bench.target, bench.loaded.codec, method)
@@ -134,7 +136,7 @@ class _Session:
         if bench.draft_model is not None and method.depth:
             draft = line("draft", bench.draft_model, sorted({1, max(drafts, 2)}))
         expected = Expected(target, draft, nodes[-1], beams, self._now)
-        requests = _fitting(expected, bench.requests, lengths, budget.left * RUN_SHARE)
+        requests = _fitting(expected, bench.requests, lengths, budget.left * MEASUREMENT_SHARE)
         if requests != bench.requests:
             self._bench = replace(bench, requests=requests, batch_size=min(bench.batch_size, len(requests)))
             tokens = max(request.sampling.max_new_tokens for request in requests)
@@ -145,34 +147,36 @@ class _Session:
         return expected
 
     def _take_rounds(self, expected: Expected, repeats: int) -> None:
-        """Run in turn, in several rounds, the setting in use, the fastest one that was run, and no draft."""
-        speeds = [(setting, run.tokens / run.seconds) for setting, run in self._single_runs.items()]
+        """Measure in turn, in several rounds, the setting in use, the fastest one that was measured, and no draft."""
+        speeds = [
+            (setting, measurement.tokens / measurement.seconds) for setting, measurement in self._measured_once.items()
+        ]
         fastest = advice.choose(speeds, self._method.num_beams)
         settings = list(dict.fromkeys([self._now, fastest, NO_DRAFT]))
-        seconds = sum(expected.run(setting) for setting in settings)
+        seconds = sum(expected.seconds(setting) for setting in settings)
         for number in range(1, repeats + 1):
             rest = f"round {number}" + (f" to {repeats}" if number < repeats else "")
             if not self._budget.affords(f"{rest} of runs in turn", seconds):
                 return
-            runs: dict[ForestSize, ProfiledRun] = {}
+            measurements: dict[ForestSize, Measurement] = {}
             for setting in settings:
                 what = f"round {number} of {repeats}: {setting.label}"
-                self._budget.tell(what, expected.run(setting))
-                runs[setting] = self._timed(setting)
+                self._budget.tell(what, expected.seconds(setting))
+                measurements[setting] = self._timed(setting)
             # only whole rounds count, so that a drift of the machine affects all settings
-            for setting, run in runs.items():
-                self._rounds.setdefault(setting, []).append(run)
+            for setting, measurement in measurements.items():
+                self._rounds.setdefault(setting, []).append(measurement)
             self._repeats = number
 
     def profile(self, command: str, render: Callable[[ForestSize], str]) -> Profile | None:
-        """Return the profile of what is measured; None where no run was made."""
+        """Return the profile of what is measured; None where none was made."""
         if self._first is None:
             return None
         bench, method, now = self._bench, self._method, self._now
-        runs = {setting: [run] for setting, run in self._single_runs.items()} | self._rounds
-        measured = {setting: _measured(setting, some, self._roofline) for setting, some in runs.items()}
-        # where some settings were run in rounds, only these are compared: single runs are less certain
-        compared = self._rounds or runs
+        measurements = {setting: [measurement] for setting, measurement in self._measured_once.items()} | self._rounds
+        measured = {setting: _measured(setting, some, self._roofline) for setting, some in measurements.items()}
+        # where some settings were measured in rounds, only these are compared: single measurements are less certain
+        compared = self._rounds or measurements
         best = advice.choose(
             [(setting, measured[setting].tokens_per_s.median) for setting in compared], method.num_beams
         )
@@ -214,8 +218,8 @@ class _Session:
 
 
 def neighbours(method: MethodConfig) -> list[ForestSize]:
-    """Return the settings that are run besides the one in use: half and twice its layers, half and twice its drafts per
-    layer. There are at least as many drafts as a layer needs to pass."""
+    """Return the settings that are measured besides the one in use: half and twice its layers, half and twice its
+    drafts per layer. There are at least as many drafts as a layer needs to pass."""
     now = setting_of(method)
     if not method.depth:
         return []
@@ -229,8 +233,8 @@ def neighbours(method: MethodConfig) -> list[ForestSize]:
     return [size for size in sizes_around if size != now]
 
 
-def _speed(run: ProfiledRun) -> str:
-    return f"{run.tokens / run.seconds:.1f} tokens/s"
+def _speed(measurement: Measurement) -> str:
+    return f"{measurement.tokens / measurement.seconds:.1f} tokens/s"
 
 
 def _prompt_tokens(encoder: Encoder, request: Request) -> int:
@@ -245,8 +249,8 @@ def _prompt_tokens(encoder: Encoder, request: Request) -> int:
 def _fitting(
     expected: Expected, requests: tuple[Request, ...], lengths: list[int], seconds: float
 ) -> tuple[Request, ...]:
-    """Return all requests where one run of them takes at most `seconds`. Otherwise return the first ones, at least one,
-    with fewer new tokens."""
+    """Return all requests where one measurement of them takes at most `seconds`. Otherwise return the first ones, at
+    least one, with fewer new tokens."""
 
     def cost(index: int, most: int) -> float:
         return expected.request(lengths[index], min(most, requests[index].sampling.max_new_tokens))
@@ -269,16 +273,16 @@ def _fitting(
     )
 
 
-def _scaled(expected: Expected, run: ProfiledRun, seconds: float) -> Expected:
-    """Return the expected times corrected by a run that was made and took `seconds`."""
-    log = run.log
-    prefill_s = log.span_s("prefill") / run.seconds * seconds
+def _scaled(expected: Expected, measurement: Measurement, seconds: float) -> Expected:
+    """Return the expected times corrected by a measurement that was made and took `seconds`."""
+    log = measurement.log
+    prefill_s = log.span_s("prefill") / measurement.seconds * seconds
     forwards = log.iterations * expected.iteration(expected.now)
     return replace(
         expected,
         prefill_s=prefill_s,
         iterations=log.iterations,
-        steps_per_call=run.stats.steps_per_call,
+        steps_per_call=measurement.stats.steps_per_call,
         scale=(seconds - prefill_s) / forwards if forwards else 1.0,
     )
 
@@ -337,13 +341,16 @@ def _one_forward(model: ForestModel, slots: int, nodes: int, clock: Callable[[],
     return seconds
 
 
-def _measured(setting: ForestSize, runs: list[ProfiledRun], roofline: Roofline | None) -> MeasuredSetting:
-    last, middle = runs[-1], sorted(runs, key=lambda run: run.seconds)[len(runs) // 2]
+def _measured(setting: ForestSize, measurements: list[Measurement], roofline: Roofline | None) -> MeasuredSetting:
+    last, middle = (
+        measurements[-1],
+        sorted(measurements, key=lambda measurement: measurement.seconds)[len(measurements) // 2],
+    )
     return MeasuredSetting(
         setting=setting,
-        seconds=spread_of([run.seconds for run in runs]),
+        seconds=spread_of([measurement.seconds for measurement in measurements]),
         tokens=last.tokens,
-        tokens_per_s=spread_of([run.tokens / run.seconds for run in runs]),
+        tokens_per_s=spread_of([measurement.tokens / measurement.seconds for measurement in measurements]),
         steps_per_call=last.stats.steps_per_call,
         iterations=last.log.iterations,
         mean_width=last.stats.mean_width,
@@ -353,8 +360,8 @@ def _measured(setting: ForestSize, runs: list[ProfiledRun], roofline: Roofline |
     )
 
 
-def _forward(run: ProfiledRun, roofline: Roofline | None) -> TargetForward:
-    log = run.log
+def _forward(measurement: Measurement, roofline: Roofline | None) -> TargetForward:
+    log = measurement.log
     count = max(log.iterations, 1)
     mean = TargetForward(log.rows / count, log.nodes / count, log.slots / count, log.phases["target"] / count)
     if roofline is None:

@@ -1,4 +1,4 @@
-"""A log of one run: an observer that times its parts, and counts rows, nodes and cache slots."""
+"""A log of one measurement: an observer that times its parts, and counts rows, nodes and cache slots."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from dsbd_cli.engine.planning.timing import PhaseTimer
 HOST, DEVICE = ("tokenise", "detokenise"), ("prefill", "compact")
 
 
-class RunLog(Observer):
-    """The log of one run.
+class MeasurementLog(Observer):
+    """The log of one measurement.
 
     Attributes:
         phases: seconds of draft, target and verify, summed over the iterations.

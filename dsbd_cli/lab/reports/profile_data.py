@@ -58,7 +58,7 @@ NO_DRAFT = ForestSize(0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Measured seconds of a phase: of a whole run (the median one), of one iteration, and as a share of the run."""
+    """Measured seconds of a phase: of a whole measurement (the median one), of one iteration, and as a share of it."""
 
     name: str
     total_s: float
@@ -90,8 +90,8 @@ class Roofline:
 
 @dataclass(frozen=True, slots=True)
 class TargetForward:
-    """The measured mean target forward of a run. rows, nodes, slots: means; nodes and slots are of all rows together.
-    floor_s, bound: of the roofline, None where that was not measured."""
+    """The measured mean target forward of a measurement. rows, nodes, slots: means; nodes and slots are of all rows
+    together. floor_s, bound: of the roofline, None where that was not measured."""
 
     rows: float
     nodes: float
@@ -127,7 +127,7 @@ class DrafterRate:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredSetting:
-    """Measured whole runs with one setting. tokens: of the best texts. peak_memory_bytes: of the whole process, or of
+    """Whole measurements with one setting. tokens: of the best texts. peak_memory_bytes: of the whole process, or of
     the GPUs; None where it is unknown."""
 
     setting: ForestSize

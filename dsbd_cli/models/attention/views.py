@@ -26,7 +26,7 @@ from dsbd_cli.models.attention.forest import (
     prompt_attention,
 )
 from dsbd_cli.models.attention.metadata import AttentionMetadata, LayerMask, filled_queries
-from dsbd_cli.ops import run
+from dsbd_cli.ops import recording
 from dsbd_cli.ops.interface import Ops
 from dsbd_cli.ops.layout import SlotPaths
 
@@ -175,7 +175,7 @@ class PrefixView(View):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         out = self.part(query, key, value, scoring.scale)[0]
-        return run.compute(lambda: out.view(query.shape).transpose(1, 2).contiguous())
+        return recording.compute(lambda: out.view(query.shape).transpose(1, 2).contiguous())
 
     def key(self) -> Hashable:
         return self.counts.shape, self.rows is None
@@ -224,7 +224,9 @@ class PathView(View):
         if self.prompt is not None:
             part = self.prompt.part(query, key, value, scale)
         elif self.prompt_slots:
-            part = run.compute(lambda: prompt_attention(self.prompt_slots, query, key, value, self.prompt_mask, scale))
+            part = recording.compute(
+                lambda: prompt_attention(self.prompt_slots, query, key, value, self.prompt_mask, scale)
+            )
         more = {"softcap": scoring.softcap, "sinks": scoring.sinks, "bias": scoring.bias}
         out: Tensor = self.kernel.attend(self.paths, query, key, value, scale, prompt_part=part, **more)
         return out
@@ -271,7 +273,7 @@ class MaskView(View):
             planes = [plane[:count] if rows is None else plane.index_select(0, rows) for plane in planes]
             return self.compute(self.mask, query, planes[0].transpose(1, 2), planes[1].transpose(1, 2), scoring)
 
-        return run.compute(compute)
+        return recording.compute(compute)
 
     def key(self) -> Hashable:
         fixed = self.compute is over_all_slots and self.rows is None and self.mask.first_slot is None

@@ -25,9 +25,9 @@ from dsbd_cli.models.checkpoints.generation import CheckpointSettings, checkpoin
 from dsbd_cli.models.decoder.forward import Decoder, LayerInputs
 from dsbd_cli.models.forest_model import BaseForestModel, ModelSize, StateTap, address
 from dsbd_cli.models.kv_cache import KVCache, PlaneSpec
-from dsbd_cli.ops import run
+from dsbd_cli.ops import recording
 from dsbd_cli.ops.interface import Ops
-from dsbd_cli.ops.run import Arena, Program
+from dsbd_cli.ops.recording import Arena, Program
 from dsbd_cli.ops.select import LAYERS
 
 MOST_NODES = 256  # of a program: with more nodes Python takes a small part of the time
@@ -266,7 +266,7 @@ class DecoderForestModel(BaseForestModel):
 
     def _computed(self, hidden: Tensor, inputs: LayerInputs, logits: bool) -> _Results:
         residual, branch, hidden_states = self.decoder.layers(hidden, inputs, self._watched)
-        run.begin(self.decoder.spec.layers)
+        recording.begin(self.decoder.spec.layers)
         last, summed = self.decoder.finish(residual, branch)
         return _Results(last, summed, hidden_states, self.decoder.lm_head(last) if logits else None)
 

@@ -1,7 +1,7 @@
 """The forward of the standard decoder, as its formula reads.
 
-Operations run at once, or are recorded as a program (ops/run.py). `LayerInputs` holds the inputs that all layers of one
-forward share.
+Operations run at once, or are recorded as a program (ops/recording.py). `LayerInputs` holds the inputs that all layers
+of one forward share.
 
 Letters: R rows, n nodes, m = R * n, H hidden width, Q query heads, K kv heads, E head dim, V vocabulary, S slots.
 """
@@ -19,7 +19,7 @@ from dsbd_cli.models.attention.views import LayerViews
 from dsbd_cli.models.decoder.own_rows import OwnRows
 from dsbd_cli.models.decoder.spec import DecoderSpec
 from dsbd_cli.models.decoder.weights import DecoderWeights, LayerWeights, PlainLinear
-from dsbd_cli.ops import run
+from dsbd_cli.ops import recording
 from dsbd_cli.ops.interface import Ops
 from dsbd_cli.ops.reference import Norm
 
@@ -71,10 +71,10 @@ class Decoder:
         copies: dict[int, Tensor] = {}
         residual, branch = hidden, None
         for number, layer in enumerate(self.weights.layers):
-            run.begin(number)
+            recording.begin(number)
             x, residual = self._enter(layer.input_norm, residual, branch)
             if number in watched:
-                copies[number] = run.copy(residual)
+                copies[number] = recording.copy(residual)
             branch = self._leave(layer.attention_norm, self._attention(number, layer, x, inputs))
             x, residual = self._enter(layer.mlp_norm, residual, branch)
             gated = self.ops.gated(layer.gate_up.compute(x), self.spec.gelu)
@@ -82,7 +82,7 @@ class Decoder:
         assert branch is not None
         if (count := self.spec.layers) in watched:
             last = residual, branch
-            copies[count] = run.compute(lambda: last[0] + last[1])
+            copies[count] = recording.compute(lambda: last[0] + last[1])
         return residual, branch, copies
 
     def finish(self, residual: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
@@ -127,7 +127,7 @@ class Decoder:
         if norm is None:
             if branch is not None:
                 before, more = residual, branch
-                residual = run.compute(lambda: before + more)
+                residual = recording.compute(lambda: before + more)
             return residual, residual
         if branch is None:
             return self.ops.norm(norm, residual)[0], residual
@@ -139,7 +139,7 @@ class Decoder:
             branch = self.ops.norm(norm, branch)[0]
         if self.spec.residual_scale == 1:
             return branch
-        return run.compute(lambda: branch * self.spec.residual_scale)
+        return recording.compute(lambda: branch * self.spec.residual_scale)
 
     def _wide_norms(self, norms: tuple[Norm, Norm], parts: Sequence[int], qkv: Tensor) -> Tensor:
         """Normalise all queries of a node together, and all keys (OLMo 2). parts: widths of queries, keys, values."""
@@ -149,4 +149,4 @@ class Decoder:
             normed_parts = [self.ops.norm(norm, part.contiguous())[0] for norm, part in zip(norms, states, strict=True)]
             return torch.cat((*normed_parts, value), -1)
 
-        return run.compute(normed)
+        return recording.compute(normed)

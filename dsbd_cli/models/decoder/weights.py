@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dsbd_cli.models.checkpoints.checkpoint import Tensors
 from dsbd_cli.models.checkpoints.lm_head import TrimmedLMHead
 from dsbd_cli.models.decoder.spec import DecoderSpec
-from dsbd_cli.ops import run
+from dsbd_cli.ops import recording
 from dsbd_cli.ops.interface import Linear
 from dsbd_cli.ops.reference import Norm
 
@@ -48,7 +48,7 @@ class PlainLinear:
 
     def compute(self, x: Tensor) -> Tensor:
         """Return the products [..., o] of x [..., i], side by side."""
-        return run.compute(lambda: self._computed(x))
+        return recording.compute(lambda: self._computed(x))
 
     def _computed(self, x: Tensor) -> Tensor:
         parts = [

@@ -24,7 +24,7 @@ from dsbd_cli.models.decoder.pack import find_outliers, pack_decoder, quantize_d
 from dsbd_cli.models.decoder.spec import DecoderSpec
 from dsbd_cli.models.decoder.weights import DecoderWeights, PlainLinear
 from dsbd_cli.models.forest_model import BaseForestModel, ModelSize, StateTap, address, calibration_tokens
-from dsbd_cli.ops import reference, run
+from dsbd_cli.ops import recording, reference
 from dsbd_cli.ops.interface import Linear, Ops
 from dsbd_cli.ops.reference import Norm
 
@@ -109,7 +109,7 @@ class Eagle3Decoder(DraftHeadDecoder):
             x = torch.cat((self.ops.norm(norm, embedded)[0], normed), -1)
             return x, normed if self.parts.norm_before_residual else states
 
-        return run.compute(entered)
+        return recording.compute(entered)
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ import functools
 import torch
 from torch import Tensor
 
-from dsbd_cli.ops import run
+from dsbd_cli.ops import recording
 from dsbd_cli.ops.cpu.runtime import FLOATS, SMALL, CpuKernel, fields, kernels, layout, offsets
 from dsbd_cli.ops.layout import SlotPaths
 
@@ -110,7 +110,7 @@ def attend(
     assert (len(key), len(value), value.shape[1], key.shape[3]) == (rows, rows, heads, dim)
     assert paths.slots.shape[:2] == (rows, nodes)
     assert paths.total <= min(key.shape[2], value.shape[2])
-    out = run.empty(rows, nodes, query_heads, out_dim, dtype=query.dtype)
+    out = recording.empty(rows, nodes, query_heads, out_dim, dtype=query.dtype)
     work = rows * query_heads * nodes * paths.span * (dim + out_dim)
     threads = torch.get_num_threads()
     blocks = 1
@@ -120,7 +120,7 @@ def attend(
     width = -(-paths.span // LANES) * LANES
     wide, stride = -(-out_dim // LANES) * LANES, width | LANES
     numbers = dim * stride + width * wide + -(-2 * dim // LANES) * LANES + 4 * stride + 2 * wide
-    scratch = run.empty(threads, numbers, dtype=torch.float32)
+    scratch = recording.empty(threads, numbers, dtype=torch.float32)
     joined: tuple[int, ...] = (0,) * 8
     if prompt_part is not None:
         part, sums = prompt_part
@@ -149,7 +149,7 @@ def attend(
         scratch.data_ptr(), scratch.stride(0) * 4, unit == 2, scale, softcap or 0.0,
     )  # fmt: skip
     kept = [tensor for tensor in (sinks, bias) if tensor is not None]
-    run.launch(compiled()[0], arguments, work, rows * heads * blocks, *kept)
+    recording.launch(compiled()[0], arguments, work, rows * heads * blocks, *kept)
     return out
 
 

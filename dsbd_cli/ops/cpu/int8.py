@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dsbd_cli.ops import run
+from dsbd_cli.ops import recording
 from dsbd_cli.ops.cpu.linear import COLUMNS, PackedProduct, Parts, joined_bias, lines, row_addresses
 from dsbd_cli.ops.cpu.runtime import (
     PRODUCT,
@@ -109,7 +109,7 @@ class Torch:
             parts = [self.multiply(*self.levels(rows)) for rows in x.split(PRODUCT_ROWS)]
             return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-        return run.compute(compute)
+        return recording.compute(compute)
 
     def levels(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Quantize x [r, i]. Return integers [r, i] in 1 .. 255, the scale of each row [r, 1], and outliers [r, k]."""
@@ -165,11 +165,11 @@ class Compiled:
         assert x.shape[1] == self._given
         given = x
         if self._given < self._inputs or x.stride(1) != 1:
-            x = run.compute(lambda: nn.functional.pad(given, (0, self._inputs - self._given)).contiguous())
+            x = recording.compute(lambda: nn.functional.pad(given, (0, self._inputs - self._given)).contiguous())
         rows = x.shape[0]
-        levels = run.empty(rows, self._inputs, dtype=torch.uint8)
-        steps = run.empty(rows, 1, dtype=torch.float32)
-        outlier_x = run.empty(rows, len(self._outliers), dtype=self._outlier_dtype)
+        levels = recording.empty(rows, self._inputs, dtype=torch.uint8)
+        steps = recording.empty(rows, 1, dtype=torch.float32)
+        outlier_x = recording.empty(rows, len(self._outliers), dtype=self._outlier_dtype)
         items, share = shares(rows, torch.get_num_threads())
         arguments = QuantizeRowArguments(
             0, 0, items, rows, share, x.data_ptr(), x.stride(0) * x.element_size(), x.element_size() == 2,
@@ -177,12 +177,12 @@ class Compiled:
             self._outliers.data_ptr(), outlier_x.data_ptr(), outlier_x.shape[1] * outlier_x.element_size(),
             outlier_x.shape[1],
         )  # fmt: skip
-        run.launch(compiled()[0], arguments, rows * self._inputs, items)
+        recording.launch(compiled()[0], arguments, rows * self._inputs, items)
         return levels, steps, outlier_x
 
     def multiply(self, levels: Tensor, steps: Tensor, outlier_x: Tensor) -> Tensor:
         rows, columns = levels.shape[0], self.scales.shape[0]
-        out = run.empty(rows, columns, dtype=self._dtype)
+        out = recording.empty(rows, columns, dtype=self._dtype)
         quads = self._inputs // 4
         parts = Parts.of(rows, self._blocks, quads, kinds=2)
         sums = parts.scratch()
@@ -192,7 +192,7 @@ class Compiled:
             self._outlier_lines.data_ptr(), self._outlier_lines.shape[1], self._bias.data_ptr(), out.data_ptr(),
             columns * out.element_size(), out.element_size() == 2,
         )  # fmt: skip
-        run.launch(compiled()[1], arguments, rows * columns * self._inputs, parts.items)
+        recording.launch(compiled()[1], arguments, rows * columns * self._inputs, parts.items)
         return out if columns == self._outputs else out[:, : self._outputs]
 
 

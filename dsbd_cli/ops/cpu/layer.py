@@ -15,7 +15,7 @@ import functools
 import torch
 from torch import Tensor
 
-from dsbd_cli.ops import run
+from dsbd_cli.ops import recording
 from dsbd_cli.ops.cpu.runtime import FLOATS, CpuKernel, fields, flattened, kernels, layout, offsets, shares
 from dsbd_cli.ops.reference import Norm
 
@@ -61,20 +61,20 @@ def norm(rms: Norm, x: Tensor, more: Tensor | None = None) -> tuple[Tensor, Tens
     """Do what `reference.norm` does."""
     flat, rows, row = flattened(x)
     width, unit = x.shape[-1], x.element_size()
-    out = run.empty(*x.shape, dtype=x.dtype)
+    out = recording.empty(*x.shape, dtype=x.dtype)
     assert x.dtype == rms.weight.dtype
     added, given_row, summed = None, 0, NOTHING[x.dtype]
     if more is not None:
         assert more.shape == x.shape
         assert more.dtype == x.dtype
         added, _, given_row = flattened(more)
-        summed = run.empty(*x.shape, dtype=x.dtype)
+        summed = recording.empty(*x.shape, dtype=x.dtype)
     items, share = shares(rows, torch.get_num_threads())
     arguments = NormArguments(
         0, 0, items, rows, share, width, flat.data_ptr(), row * unit, 0 if added is None else added.data_ptr(),
         given_row * unit, rms.weight.data_ptr(), out.data_ptr(), summed.data_ptr(), rms.unit_offset, unit == 2, rms.eps,
     )  # fmt: skip
-    run.launch(compiled()[0], arguments, rows * width * COSTS, items)
+    recording.launch(compiled()[0], arguments, rows * width * COSTS, items)
     return out, summed
 
 
@@ -82,12 +82,12 @@ def gated(gate_up: Tensor, gelu: bool) -> Tensor:
     """Do what `reference.gated` does."""
     flat, rows, row = flattened(gate_up)
     width, unit = gate_up.shape[-1] // 2, gate_up.element_size()
-    out = run.empty(*gate_up.shape[:-1], width, dtype=gate_up.dtype)
+    out = recording.empty(*gate_up.shape[:-1], width, dtype=gate_up.dtype)
     items, share = shares(rows, torch.get_num_threads())
     arguments = GatedArguments(
         0, 0, items, rows, share, width, flat.data_ptr(), row * unit, out.data_ptr(), gelu, unit == 2
     )
-    run.launch(compiled()[1], arguments, rows * width * COSTS, items)
+    recording.launch(compiled()[1], arguments, rows * width * COSTS, items)
     return out
 
 
@@ -112,7 +112,7 @@ def rotate(
     assert slots.is_contiguous()
     assert cos.shape == sin.shape == (angles, nodes, dim)
     assert angles in (1, rows)
-    out = run.empty(rows, heads, nodes, dim, dtype=qkv.dtype)
+    out = recording.empty(rows, heads, nodes, dim, dtype=qkv.dtype)
     items, share = shares(count, torch.get_num_threads())
     arguments = RotateArguments(
         0, 0, items, count, share, nodes, heads, kv_heads, dim, flat.data_ptr(), row * unit, cos.data_ptr(),
@@ -120,7 +120,7 @@ def rotate(
         values.data_ptr(), *((0, 0) if norms is None else (norm.weight.data_ptr() for norm in norms)),
         norms is not None and norms[0].unit_offset, unit == 2, 0.0 if norms is None else norms[0].eps,
     )  # fmt: skip
-    run.launch(compiled()[2], arguments, count * width * COSTS, items)
+    recording.launch(compiled()[2], arguments, count * width * COSTS, items)
     return out
 
 

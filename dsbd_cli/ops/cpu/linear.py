@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dsbd_cli.ops import run
+from dsbd_cli.ops import recording
 from dsbd_cli.ops.cpu.runtime import (
     FLOATS,
     PRODUCT,
@@ -98,7 +98,7 @@ class Parts(NamedTuple):
 
     def scratch(self) -> Tensor:
         """Return memory for the sums."""
-        return run.empty(*self.sums, dtype=torch.float32)
+        return recording.empty(*self.sums, dtype=torch.float32)
 
     def arguments(self, scratch: Tensor) -> tuple[int, ...]:
         """Return the values of the fields PRODUCT. scratch: memory for the sums."""
@@ -217,7 +217,7 @@ class Compiled:
         assert x.dtype == self.dtype
         assert x.shape[-1] * unit == 4 * steps
         flat, rows, row = flattened(x)
-        out = run.empty(*x.shape[:-1], columns, dtype=x.dtype)
+        out = recording.empty(*x.shape[:-1], columns, dtype=x.dtype)
         room = self._room_lines(rows)
         parts = Parts.of(rows, blocks, steps, room=room)
         sums = parts.scratch()
@@ -226,7 +226,7 @@ class Compiled:
             self._in_rows, (parts.sums[1] - room + SPARE_LINES) * COLUMNS * 4, 0 if bias is None else bias.data_ptr(),
             out.data_ptr(), columns * unit, unit == 2,
         )  # fmt: skip
-        run.launch(compiled()[0], arguments, rows * columns * x.shape[-1], parts.items)
+        recording.launch(compiled()[0], arguments, rows * columns * x.shape[-1], parts.items)
         # gaps between rows stay: torch's functions give a number other bits behind the last whole vector of a tensor
         return out if columns == self.outputs else out[..., : self.outputs]
 
@@ -259,7 +259,7 @@ class Torch:
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Compute the product: x [..., i] -> [..., o]. bias: as `bias` returned it."""
-        return run.compute(lambda: self._padded(x, bias))
+        return recording.compute(lambda: self._padded(x, bias))
 
     def _padded(self, x: Tensor, bias: Tensor | None) -> Tensor:
         inputs = x.shape[-1]

@@ -1,4 +1,4 @@
-"""The loop that runs a program (ops/run.py): a table of kernels, their arguments and their threads."""
+"""The loop that runs a program (ops/recording.py): a table of kernels, their arguments and their threads."""
 
 from __future__ import annotations
 

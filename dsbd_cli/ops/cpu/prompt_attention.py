@@ -18,7 +18,7 @@ import functools
 import torch
 from torch import Tensor
 
-from dsbd_cli.ops import run
+from dsbd_cli.ops import recording
 from dsbd_cli.ops.cpu.linear import COLUMNS
 from dsbd_cli.ops.cpu.runtime import FLOATS, CpuKernel, fields, kernels, layout, offsets
 
@@ -69,7 +69,7 @@ def attend(
     queries = query_heads // heads * nodes
     grouped = query.reshape(count, heads, queries, dim)
     if not query.is_contiguous():  # a program must copy it at every run
-        grouped = run.compute(lambda: query.reshape(count, heads, queries, dim).contiguous())
+        grouped = recording.compute(lambda: query.reshape(count, heads, queries, dim).contiguous())
     # the kernel checks none of this
     assert (value.shape[1], key.shape[3], value.shape[3]) == (heads, dim, dim)
     assert counts.dtype == torch.int64
@@ -81,9 +81,9 @@ def attend(
     if count * heads * blocks < 2 * threads:
         blocks = max(blocks, min(-(-2 * threads // (count * heads)), queries // FEW))
     block = -(-queries // blocks)
-    out = run.empty(count, heads, queries, dim, dtype=query.dtype)
-    sums = run.empty(count, heads, queries, dtype=torch.float32)
-    scratch = run.empty(threads, scratch_bytes(dim, unit, block), dtype=torch.uint8)
+    out = recording.empty(count, heads, queries, dim, dtype=query.dtype)
+    sums = recording.empty(count, heads, queries, dtype=torch.float32)
+    scratch = recording.empty(threads, scratch_bytes(dim, unit, block), dtype=torch.uint8)
     arguments = PromptArguments(
         0, 0, count * heads * blocks, heads, queries, dim, blocks, block, grouped.data_ptr(),
         key.data_ptr(), *(step * unit for step in key.stride()[:3]),
@@ -93,7 +93,7 @@ def attend(
     )  # fmt: skip
     kept = [counts] if rows is None else [counts, rows]
     work = 2 * count * query_heads * nodes * TYPICAL * dim
-    run.launch(compiled()[0], arguments, work, count * heads * blocks, *kept)
+    recording.launch(compiled()[0], arguments, work, count * heads * blocks, *kept)
     return out, sums
 
 

@@ -15,8 +15,8 @@ from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.errors import UsageError
 from dsbd_cli.lab.profiling import advice
 from dsbd_cli.lab.profiling.budget import Budget, CutOffError
+from dsbd_cli.lab.profiling.measurements import ProfiledPair
 from dsbd_cli.lab.profiling.profile import _one_forward, take_profile
-from dsbd_cli.lab.profiling.runs import ProfiledPair
 from dsbd_cli.lab.reports.profile_data import ForestSize, Profile
 from dsbd_cli.lab.reports.profile_table import print_profile
 from dsbd_cli.lab.reports.screen import Screen

@@ -8,9 +8,9 @@ import torch
 from dsbd_cli import DsbdError, Engine, MethodConfig, Request, SamplingConfig
 from dsbd_cli.engine.decoding.encode import Encoder
 from dsbd_cli.lab.profiling.machine import describe_machine, machine_rates
+from dsbd_cli.lab.profiling.measurements import ProfiledPair, method_for, phases_of, setting_of
 from dsbd_cli.lab.profiling.profile import _one_forward, _prompt_tokens
-from dsbd_cli.lab.profiling.runs import ProfiledPair, method_for, phases_of, setting_of
-from dsbd_cli.lab.profiling.timers import PHASES, RunLog
+from dsbd_cli.lab.profiling.timers import PHASES, MeasurementLog
 from dsbd_cli.lab.reports.profile_data import NO_DRAFT, ForestSize
 from dsbd_cli.models.forest_model import size_of
 from dsbd_cli.models.transformers_backend.causal import CausalForestModel
@@ -111,7 +111,7 @@ def test_everything_is_logged_once() -> None:
 
 def test_no_clock_runs_within_a_captured_iteration() -> None:
     """A clock that is recorded into a CUDA graph would break the capture."""
-    log = RunLog([CPU], captured=True)
+    log = MeasurementLog([CPU], captured=True)
     for name in ("tokenise", "prefill", "compact"):
         with log.span(name):
             pass

@@ -18,7 +18,7 @@ from dsbd_cli.models.load_model import load_model
 from dsbd_cli.models.transformers_backend.causal import CausalForestModel
 from dsbd_cli.ops.cpu import layer as layer_ops
 from dsbd_cli.ops.interface import Ops
-from dsbd_cli.ops.run import Program
+from dsbd_cli.ops.recording import Program
 from dsbd_cli.ops.select import LAYERS, ops_for
 from tests.helpers.kernels import replaced, serves
 from tests.models.decoders import build_decoder, save_decoder

@@ -1,4 +1,4 @@
-"""Timed runs of a whole engine: the measured side of a profile."""
+"""Measurements of a whole engine: the measured side of a profile."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dsbd_cli.io.records.record_parts import MethodRecord
 from dsbd_cli.io.records.row import Row
 from dsbd_cli.lab.metrics.memory import PeakMemory, synchronise
 from dsbd_cli.lab.profiling.budget import Budget, CutOffError
-from dsbd_cli.lab.profiling.timers import RunLog
+from dsbd_cli.lab.profiling.timers import MeasurementLog
 from dsbd_cli.lab.reports.profile_data import NO_DRAFT, ForestSize, Phase
 from dsbd_cli.requests import EngineInfo, Request, RequestResult
 from dsbd_cli.stats import RequestStats
@@ -59,12 +59,13 @@ def method_for(method: MethodConfig, setting: ForestSize) -> MethodConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class ProfiledRun:
-    """One run of all requests. seconds: wall clock from the first request to the last record written. write_s: seconds
-    of making and writing the records. peak_memory_bytes: of the process, or of the GPUs; None where it is unknown."""
+class Measurement:
+    """The engine run over all requests, with one method. seconds: wall clock from the first request to the last record
+    written. write_s: seconds of making and writing the records. peak_memory_bytes: of the process, or of the GPUs; None
+    where it is unknown."""
 
     method: MethodConfig
-    log: RunLog
+    log: MeasurementLog
     results: tuple[RequestResult, ...]
     seconds: float
     write_s: float
@@ -83,8 +84,8 @@ class ProfiledRun:
 
 @dataclass(frozen=True, slots=True)
 class ProfiledPair:
-    """The parts that all runs of a profile share: a loaded engine, the requests, the number of rows decoded together,
-    and the time that they may take."""
+    """The parts that all measurements of a profile share: a loaded engine, the requests, the number of rows decoded
+    together, and the time that they may take."""
 
     loaded: Engine
     requests: tuple[Request, ...]
@@ -125,7 +126,7 @@ class ProfiledPair:
 
     def answers(self, engine: Engine, requests: Sequence[Request]) -> Iterator[RequestResult]:
         """Yield the results of an engine. Raises DsbdError where a row has failed, CutOffError where the budget's
-        `stop` has cut the run off."""
+        `stop` has cut it off."""
         done = 0
         with self.budget.running(engine.stop):
             for result in engine.run(requests):
@@ -138,10 +139,10 @@ class ProfiledPair:
             if done < len(requests):
                 raise CutOffError
 
-    def timed(self, method: MethodConfig, *, log_steps: bool = False) -> ProfiledRun:
+    def timed(self, method: MethodConfig, *, log_steps: bool = False) -> Measurement:
         """Answer the requests and write their records to a file that is thrown away. Raises as `answers` does."""
         engine = self.engine(method, log_steps=log_steps)
-        log = RunLog(self.devices, captured=engine.stepper.graphs is not None)
+        log = MeasurementLog(self.devices, captured=engine.stepper.graphs is not None)
         engine.observe(log)
         writing, results = 0.0, []
         record = MethodRecord(engine.method, self.info.target, self.info.draft)
@@ -167,26 +168,26 @@ class ProfiledPair:
         peaks = [peak for memory in memories if (peak := memory.peak()) is not None]
         for model in self.models:
             model.release()
-        return ProfiledRun(engine.method, log, tuple(results), seconds, writing, sum(peaks) if peaks else None)
+        return Measurement(engine.method, log, tuple(results), seconds, writing, sum(peaks) if peaks else None)
 
 
-def phases_of(run: ProfiledRun) -> tuple[Phase, ...]:
-    """Return where the seconds of a run went. `other` is the remainder: scheduling, the host's reads, memory for the
-    batch.
+def phases_of(measurement: Measurement) -> tuple[Phase, ...]:
+    """Return where the seconds of a measurement went. `other` is the remainder: scheduling, the host's reads, memory
+    for the batch.
 
     `compact` is the move of kept slots in both caches; within a CUDA graph it is part of `verify`. A bridge runs new
     texts through its draft in the phase `draft`.
     """
-    log = run.log
+    log = measurement.log
     seconds = {
         **{name: log.span_s(name) for name in ("tokenise", "prefill")},
         **log.phases,
         **{name: log.span_s(name) for name in ("compact", "detokenise")},
-        "write": run.write_s,
+        "write": measurement.write_s,
     }
     seconds["verify"] -= seconds["compact"]
-    if not run.method.depth:
+    if not measurement.method.depth:
         del seconds["draft"]  # nothing is drafted; making the roots counts as `other`
-    seconds["other"] = max(0.0, run.seconds - sum(seconds.values()))
+    seconds["other"] = max(0.0, measurement.seconds - sum(seconds.values()))
     count = max(log.iterations, 1)
-    return tuple(Phase(name, value, value / count, value / run.seconds) for name, value in seconds.items())
+    return tuple(Phase(name, value, value / count, value / measurement.seconds) for name, value in seconds.items())

@@ -1,4 +1,4 @@
-"""How the kernels of a forward run: at once, or recorded as a program, which one compiled loop runs again and again.
+"""How the kernels of a forward are launched: at once, or recorded as a program, which one compiled loop repeats.
 
 A kernel asks here for the memory of its results and is launched here. While a thread records a program, what it calls
 is recorded, as a CUDA graph records a stream; so neither a model nor an operation hands anything on. With few nodes a
