@@ -40,9 +40,9 @@ from dsbd_cli.engine.protocols import ForestModel, TextCodec
 from dsbd_cli.models.checkpoints.checkpoint import open_pair
 from dsbd_cli.models.checkpoints.generation import CheckpointSettings
 from dsbd_cli.models.checks.invariance import check
+from dsbd_cli.models.decoder.config import DecoderConfig, decoder_config_of
 from dsbd_cli.models.decoder.load import DecoderParts, build_decoder
 from dsbd_cli.models.decoder.pack import find_outliers, quantize_decoder
-from dsbd_cli.models.decoder.spec import DecoderSpec, spec_of
 from dsbd_cli.models.forest_model import BaseForestModel
 from dsbd_cli.models.pair import load_pair
 from dsbd_cli.models.tokenizer import HFCodec
@@ -382,7 +382,7 @@ def _int8(family: str, size: int, dtype: torch.dtype, tokenizer: PreTrainedToken
     draft: BaseForestModel = CausalForestModel(perturbed(model, NOISE).to(dtype), family)
     model.to(dtype)
     target: BaseForestModel
-    if isinstance(spec := spec_of(model.config), DecoderSpec) and not spec.wide_rotary:
+    if isinstance(spec := decoder_config_of(model.config), DecoderConfig) and not spec.wide_rotary:
         state = model.state_dict()
         tensors = {name: partial(state.__getitem__, name) for name in state}
         settings = CheckpointSettings.of(model.config, {})

@@ -30,9 +30,9 @@ from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
 from dsbd_cli.models.checkpoints.generation import CheckpointSettings, eos_ids
 from dsbd_cli.models.checkpoints.registry import resolve
 from dsbd_cli.models.checks.invariance import check
+from dsbd_cli.models.decoder.config import DecoderConfig, decoder_config_of
 from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
 from dsbd_cli.models.decoder.load import DecoderParts, build_decoder, pack
-from dsbd_cli.models.decoder.spec import DecoderSpec, spec_of
 from dsbd_cli.models.tokenizer import HFCodec
 from dsbd_cli.ops.select import ops_for
 from dsbd_cli.requests import derive_seed
@@ -133,8 +133,8 @@ def prepare(shape: str, draft_shape: str, dtype: torch.dtype, count: int) -> Ben
 
 def own(model: Any, name: str) -> DecoderForestModel:
     """Return our own decoder with the weights of a transformers model, as it is loaded."""
-    spec, state, device = spec_of(model.config), model.state_dict(), model.device
-    assert isinstance(spec, DecoderSpec), spec
+    spec, state, device = decoder_config_of(model.config), model.state_dict(), model.device
+    assert isinstance(spec, DecoderConfig), spec
     tensors = {key: partial(state.__getitem__, key) for key in state}
     kernels = ops_for(device, model.dtype, ("norm", "gated", "rotate")).by("triton")
     role, settings = ModelSpec(name, device=device.type), CheckpointSettings.of(model.config, {})

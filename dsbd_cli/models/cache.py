@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from dsbd_cli.models.kv_cache import STATES, KVCache, PlaneSpec
+from dsbd_cli.models.kv_cache import STATES, KVCache, PlaneLayout
 
 
 class ForestLayer(CacheLayerMixin):
@@ -68,11 +68,11 @@ class ForestCache(KVCache, Cache):
 
     def states_like(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Learn the shapes of a layer from its first states [R, H, n, E]."""
-        specs = (PlaneSpec(plane.shape[1], plane.shape[3], plane.dtype, plane.device) for plane in (keys, values))
-        self.learn(layer, *specs)
+        layouts = (PlaneLayout(plane.shape[1], plane.shape[3], plane.dtype, plane.device) for plane in (keys, values))
+        self.learn(layer, *layouts)
 
     def _bind(self) -> None:
         super()._bind()
-        for number, side in self._plane_specs:
+        for number, side in self._plane_layouts:
             if number != STATES:
                 setattr(self.layers[number], "values" if side else "keys", self._planes.get((number, side)))

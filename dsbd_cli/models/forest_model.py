@@ -20,7 +20,7 @@ from dsbd_cli.config.token_rules import TokenRules
 from dsbd_cli.engine.protocols import ForestInput, ForestModel
 from dsbd_cli.errors import ModelError, UnsupportedModelError, one_line, out_of_memory
 from dsbd_cli.models.attention.metadata import AttentionMetadata, Reading
-from dsbd_cli.models.kv_cache import KVCache, PlaneSpec
+from dsbd_cli.models.kv_cache import KVCache, PlaneLayout
 from dsbd_cli.models.tokenizer import HFCodec
 from dsbd_cli.ops.interface import Ops
 
@@ -316,7 +316,7 @@ class BaseForestModel:
             raise ModelError(f"a head reads the states of {self.name!r} already: load the model once for each head")
         self._tap = tap
         if tap is not None:
-            self._cache.add_states(PlaneSpec(1, tap.width, self.weights_dtype, self._device))
+            self._cache.add_states(PlaneLayout(1, tap.width, self.weights_dtype, self._device))
 
     @property
     def states(self) -> Tensor:

@@ -22,7 +22,7 @@ STATES = -1  # used as the layer number of the plane of states that a draft head
 
 
 @dataclass(frozen=True, slots=True)
-class PlaneSpec:
+class PlaneLayout:
     """Shape, dtype and device of the keys (or the values) of one layer, known from the config or learnt from the first
     forward."""
 
@@ -73,8 +73,8 @@ class KVCache:
         self.rows = 0
         self.slots = 0
         self.generation = 0
-        self._plane_specs: dict[tuple[int, int], PlaneSpec] = {}  # (layer, 0 keys / 1 values)
-        self._slabs: dict[PlaneSpec, Tensor] = {}  # [P, R, S, H * E]
+        self._plane_layouts: dict[tuple[int, int], PlaneLayout] = {}  # (layer, 0 keys / 1 values)
+        self._slabs: dict[PlaneLayout, Tensor] = {}  # [P, R, S, H * E]
         self._write: WritePositions | None = None
         self._planes: dict[tuple[int, int], Tensor] = {}  # (layer, side): [R, S, H, E]
         self.ops = Ops()
@@ -92,18 +92,18 @@ class KVCache:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of keys, and so of attention scores; known after the first forward."""
-        return next(iter(self._plane_specs.values())).dtype
+        return next(iter(self._plane_layouts.values())).dtype
 
     @property
     def bytes_per_slot(self) -> int:
         """Bytes of one token's keys and values over all layers, and of its state where there is one; 0 while no shapes
         are known."""
-        return sum(spec.bytes_per_slot for spec in self._plane_specs.values())
+        return sum(layout.bytes_per_slot for layout in self._plane_layouts.values())
 
     @property
     def attending(self) -> int:
         """Number of layers that hold keys and values."""
-        return len({layer for layer, _ in self._plane_specs} - {STATES})
+        return len({layer for layer, _ in self._plane_layouts} - {STATES})
 
     def bytes_of_states(self, window: int) -> int:
         """Return the bytes that a row holds in addition to keys and values, whatever its length
@@ -121,8 +121,8 @@ class KVCache:
         if (rows, slots) == (self.rows, self.slots):
             return
         self.rows, self.slots = rows, slots
-        for spec in dict.fromkeys(self._plane_specs.values()):
-            self._grow(spec)
+        for layout in dict.fromkeys(self._plane_layouts.values()):
+            self._grow(layout)
         self._bind()
 
     def release(self) -> None:
@@ -154,14 +154,14 @@ class KVCache:
         """Copy slots within each row: src_slots, dst_slots [R, T] int64. All reads happen before any write."""
         if not src_slots.shape[0]:
             return
-        for spec, slab in self._slabs.items():
-            self.ops.move(slab, src_slots.to(spec.device), dst_slots.to(spec.device))
+        for layout, slab in self._slabs.items():
+            self.ops.move(slab, src_slots.to(layout.device), dst_slots.to(layout.device))
 
     def select_rows(self, rows: Tensor) -> None:
         """Move these rows [n] int64 to the front, in this order. Each plane is copied by itself, so that little memory
         is needed."""
-        for spec, slab in self._slabs.items():
-            index = rows.to(spec.device)
+        for layout, slab in self._slabs.items():
+            index = rows.to(layout.device)
             for plane in slab:
                 plane[: len(index)] = plane.index_select(0, index)
 
@@ -179,25 +179,25 @@ class KVCache:
                 for part, (_, dst_row, count) in zip(read, copies, strict=True):
                     plane[dst_row, :count] = part
 
-    def learn(self, layer: int, keys: PlaneSpec, values: PlaneSpec) -> None:
+    def learn(self, layer: int, keys: PlaneLayout, values: PlaneLayout) -> None:
         """Record the shapes of a layer's keys and values, and allocate their memory."""
-        for side, spec in enumerate((keys, values)):
-            self._plane_specs[(layer, side)] = spec
-            self._grow(spec)
+        for side, layout in enumerate((keys, values)):
+            self._plane_layouts[(layer, side)] = layout
+            self._grow(layout)
         self._bind()
 
-    def learn_all(self, layers: Sequence[tuple[PlaneSpec, PlaneSpec]]) -> None:
+    def learn_all(self, layers: Sequence[tuple[PlaneLayout, PlaneLayout]]) -> None:
         """Record the shapes of the keys and values of all layers, before any memory is allocated."""
         assert not self.slots
-        self._plane_specs = {(number, side): pair[side] for number, pair in enumerate(layers) for side in (0, 1)}
+        self._plane_layouts = {(number, side): pair[side] for number, pair in enumerate(layers) for side in (0, 1)}
 
-    def add_states(self, spec: PlaneSpec) -> None:
+    def add_states(self, layout: PlaneLayout) -> None:
         """Add one more vector to each slot: a state, which is moved and copied with the slot's keys and values."""
-        replaced = self._plane_specs.get((STATES, 0))
-        self._plane_specs[STATES, 0] = spec
+        replaced = self._plane_layouts.get((STATES, 0))
+        self._plane_layouts[STATES, 0] = layout
         if replaced is not None and not self._members(replaced):
             self._slabs.pop(replaced, None)
-        self._grow(spec)
+        self._grow(layout)
         self._bind()
 
     @property
@@ -220,25 +220,25 @@ class KVCache:
         """Return keys and values [R', S', H, E] of a layer."""
         return self._planes[layer, 0], self._planes[layer, 1]
 
-    def _members(self, spec: PlaneSpec) -> list[tuple[int, int]]:
-        return [key for key, value in self._plane_specs.items() if value == spec]
+    def _members(self, layout: PlaneLayout) -> list[tuple[int, int]]:
+        return [key for key, value in self._plane_layouts.items() if value == layout]
 
-    def _grow(self, spec: PlaneSpec) -> None:
+    def _grow(self, layout: PlaneLayout) -> None:
         """Make the slab of one kind of plane cover all its planes, rows and slots. New memory is zero, because 0 * NaN
         is NaN."""
         self.generation += 1
-        width = spec.heads * spec.dim
-        shape = (len(self._members(spec)), self.rows, self.slots, width)
-        fresh = zeros(shape, spec.dtype, spec.device)
-        old = self._slabs.pop(spec, None)
+        width = layout.heads * layout.dim
+        shape = (len(self._members(layout)), self.rows, self.slots, width)
+        fresh = zeros(shape, layout.dtype, layout.device)
+        old = self._slabs.pop(layout, None)
         if old is not None:
             planes, rows, slots, _ = old.shape
             fresh[:planes, :rows, :slots] = old
-        self._slabs[spec] = fresh
+        self._slabs[layout] = fresh
 
     def _bind(self) -> None:
         """Point every layer at its planes."""
         self._planes.clear()
-        for spec, slab in self._slabs.items():
-            for plane, key in enumerate(self._members(spec)):
-                self._planes[key] = slab[plane].unflatten(-1, (spec.heads, spec.dim))
+        for layout, slab in self._slabs.items():
+            for plane, key in enumerate(self._members(layout)):
+                self._planes[key] = slab[plane].unflatten(-1, (layout.heads, layout.dim))

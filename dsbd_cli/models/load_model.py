@@ -27,9 +27,9 @@ from dsbd_cli.models.checkpoints.hub import ADAPTER_CONFIG
 from dsbd_cli.models.checkpoints.lm_head import read_trimmed_lm_head, trimmed_target
 from dsbd_cli.models.checkpoints.loader import check_quantize, device_of, dtype_of, import_decoder_code, load_network
 from dsbd_cli.models.checkpoints.registry import parts_of
+from dsbd_cli.models.decoder.config import DecoderConfig
 from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
-from dsbd_cli.models.decoder.load import DecoderParts, build_decoder, differs, pack, spec_or_reason
-from dsbd_cli.models.decoder.spec import DecoderSpec
+from dsbd_cli.models.decoder.load import DecoderParts, build_decoder, decoder_config_or_reason, differs, pack
 from dsbd_cli.models.forest_model import BaseForestModel, Loaded, LoadReport, SelfTestReport, unsupported
 from dsbd_cli.models.stored_tokenizer import store, stored
 from dsbd_cli.models.tokenizer import AheadCodec, HFCodec, bytes_of_tokens
@@ -103,7 +103,7 @@ class _Description:
         tokenizer: the facts that an earlier load has stored of the tokenizer; None without them.
     """
 
-    decoder_spec: DecoderSpec
+    decoder_config: DecoderConfig
     dtype: torch.dtype | None
     plain: bool
     settings: CheckpointSettings
@@ -114,25 +114,25 @@ class _Description:
 def _described(checkpoint: Checkpoint) -> _Description | str:
     """Read a checkpoint's config with transformers' classes. Return the reason where transformers has to run the
     model."""
-    config, decoder_spec = checkpoint.config, spec_or_reason(checkpoint)
-    if isinstance(decoder_spec, str):
-        return decoder_spec
+    config, decoder_config = checkpoint.config, decoder_config_or_reason(checkpoint)
+    if isinstance(decoder_config, str):
+        return decoder_config
     check_quantize(checkpoint, config)
     plain, dtype = checkpoint.plain, dtype_of(checkpoint, config)
     if dtype == "auto":  # where no dtype of ours is named, transformers finds one
         plain = plain and config.dtype in LIMITS
         dtype = config.dtype if plain else None
-    if decoder_spec.wide_rotary and dtype != torch.float32:
+    if decoder_config.wide_rotary and dtype != torch.float32:
         return "it keeps its rotary cosines in float32"
-    return _Description(decoder_spec, dtype, plain, CheckpointSettings.of(config, {}))
+    return _Description(decoder_config, dtype, plain, CheckpointSettings.of(config, {}))
 
 
 def _recalled(kept: dict[str, Any]) -> _Description:
     """Return the description that an earlier load has kept, because transformers' config classes take seconds to
     import."""
-    dtype, spec = getattr(torch, kept["dtype"]), DecoderSpec.from_json(kept["spec"])
+    dtype, decoder_config = getattr(torch, kept["dtype"]), DecoderConfig.from_json(kept["spec"])
     settings = CheckpointSettings(kept["architecture"], kept["eos"], {})
-    return _Description(spec, dtype, True, settings, recalled=True, tokenizer=kept["tokenizer"])
+    return _Description(decoder_config, dtype, True, settings, recalled=True, tokenizer=kept["tokenizer"])
 
 
 class _DecoderLoad:
@@ -227,20 +227,25 @@ class _DecoderLoad:
         checkpoint, of = self._checkpoint, self._description
         if of.plain:
             assert of.dtype is not None
-            spec, dtype, tensors, generation = of.decoder_spec, of.dtype, checkpoint.tensors, checkpoint.generation
+            decoder_config, dtype, tensors, generation = (
+                of.decoder_config,
+                of.dtype,
+                checkpoint.tensors,
+                checkpoint.generation,
+            )
         else:  # transformers has to make plain weights of pickles, adapters or quantised blocks
             end_touching()
             network = self._network = self._stock()
             self._state = network.state_dict()
             tensors = {name: partial(self._state.__getitem__, name) for name in self._state}
-            spec, dtype, generation = of.decoder_spec, network.dtype, network.generation_config.to_dict()
+            decoder_config, dtype, generation = of.decoder_config, network.dtype, network.generation_config.to_dict()
             if not network.config.get_text_config(decoder=True).tie_word_embeddings:  # an adapter may bring an LM head
-                spec = replace(spec, tied=False)
+                decoder_config = replace(decoder_config, tied=False)
         lm_head = read_trimmed_lm_head(checkpoint.path) if checkpoint.path.is_dir() else None
         if lm_head is not None and checkpoint.spec.role == "target":
             raise trimmed_target(checkpoint.spec)
         settings = replace(of.settings, generation=generation)
-        return DecoderParts(checkpoint.spec.source, spec, tensors, dtype, self._device, settings, lm_head)
+        return DecoderParts(checkpoint.spec.source, decoder_config, tensors, dtype, self._device, settings, lm_head)
 
     def _stock(self) -> Any:
         """Return transformers' model of the checkpoint."""
@@ -317,7 +322,7 @@ class _DecoderLoad:
         """Keep the results of the checks and the checkpoint's description for later loads."""
         of = self._description
         description: dict[str, Any] = {
-            "spec": asdict(of.decoder_spec),
+            "spec": asdict(of.decoder_config),
             "dtype": str(model.weights_dtype).removeprefix("torch."),
             "plain": of.plain,
             "eos": of.settings.eos,
@@ -354,7 +359,7 @@ def read_small_files(checkpoint: Checkpoint) -> tuple[UnloadedModel, AheadCodec]
     if kept is not None and kept.get("plain"):
         description = _recalled(kept)
         if (tokenizer := stored(kept["tokenizer"], lambda: checkpoint.tokenizer)) is not None:
-            settings, decoder = replace(description.settings, generation=generation), description.decoder_spec
+            settings, decoder = replace(description.settings, generation=generation), description.decoder_config
             facts = UnloadedModel(decoder.vocabulary, decoder.positions, checkpoint_rules(settings))
             return facts, AheadCodec(tokenizer, checkpoint.end_tokens(settings, tokenizer))
     config, tokenizer = checkpoint.config, checkpoint.tokenizer

@@ -28,10 +28,10 @@ from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import ModelError, UnsupportedModelError, UsageError, one_line
 from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
 from dsbd_cli.models.checkpoints.loader import load_network
-from dsbd_cli.models.decoder.load import spec_or_reason
-from dsbd_cli.models.decoder.spec import DecoderSpec
+from dsbd_cli.models.decoder.config import DecoderConfig
+from dsbd_cli.models.decoder.load import decoder_config_or_reason
 from dsbd_cli.models.decoder.weights import WeightReader
-from dsbd_cli.models.draft_heads.formats import LAYER_IDS, SPECULATORS, VERSION, layer_spec
+from dsbd_cli.models.draft_heads.formats import LAYER_IDS, SPECULATORS, VERSION, layer_config
 from dsbd_cli.train.target_answers import AnswerTokens
 
 SPECULATED = 4  # tokens that other engines draft, as the folder's config asks
@@ -109,20 +109,20 @@ class TrainedNorm(nn.Module):
 class DraftHeadLayer(nn.Module):
     """The layer of an EAGLE-3 head, with tensors named as in a checkpoint."""
 
-    def __init__(self, spec: DecoderSpec) -> None:
+    def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        hidden, size = spec.hidden, spec.heads * spec.head_dim
-        kv = spec.kv_heads * spec.head_dim
-        self.input_layernorm = TrainedNorm(hidden, spec.eps)
-        self.hidden_norm = TrainedNorm(hidden, spec.eps)
-        self.post_attention_layernorm = TrainedNorm(hidden, spec.eps)
+        hidden, size = config.hidden, config.heads * config.head_dim
+        kv = config.kv_heads * config.head_dim
+        self.input_layernorm = TrainedNorm(hidden, config.eps)
+        self.hidden_norm = TrainedNorm(hidden, config.eps)
+        self.post_attention_layernorm = TrainedNorm(hidden, config.eps)
         self.self_attn = nn.ModuleDict({
             "q_proj": _linear(2 * hidden, size), "k_proj": _linear(2 * hidden, kv), "v_proj": _linear(2 * hidden, kv),
             "o_proj": _linear(size, hidden),
         })  # fmt: skip
         self.mlp = nn.ModuleDict({
-            "gate_proj": _linear(hidden, spec.inner), "up_proj": _linear(hidden, spec.inner),
-            "down_proj": _linear(spec.inner, hidden),
+            "gate_proj": _linear(hidden, config.inner), "up_proj": _linear(hidden, config.inner),
+            "down_proj": _linear(config.inner, hidden),
         })  # fmt: skip
 
 
@@ -143,13 +143,13 @@ class DraftHeadStudent(nn.Module):
         """table: [V, H], the target's embeddings."""
         super().__init__()
         self.layer, self.taps, self.target = layer, tuple(taps), target
-        self.spec = spec = layer_spec(layer)
-        self.fc = _linear(len(self.taps) * spec.hidden, spec.hidden)
-        self.layers = nn.ModuleList([DraftHeadLayer(spec)])
-        self.norm = TrainedNorm(spec.hidden, spec.eps)
-        self.lm_head = _linear(spec.hidden, len(ids))
+        self.config = config = layer_config(layer)
+        self.fc = _linear(len(self.taps) * config.hidden, config.hidden)
+        self.layers = nn.ModuleList([DraftHeadLayer(config)])
+        self.norm = TrainedNorm(config.hidden, config.eps)
+        self.lm_head = _linear(config.hidden, len(ids))
         self.lm_head.weight.requires_grad_(False)
-        kept = torch.zeros(spec.vocabulary, dtype=torch.bool)
+        kept = torch.zeros(config.vocabulary, dtype=torch.bool)
         kept[ids] = True
         self.register_buffer("d2t", ids - torch.arange(len(ids)))  # offset from column to token id
         self.register_buffer("t2d", kept)
@@ -208,12 +208,12 @@ class DraftHeadStudent(nn.Module):
         return _rotated(self._heads("k", x), *angles), self._heads("v", x)
 
     def _heads(self, name: str, x: Tensor) -> Tensor:
-        projected: Tensor = self._block.self_attn[f"{name}_proj"](x).unflatten(-1, (-1, self.spec.head_dim))
+        projected: Tensor = self._block.self_attn[f"{name}_proj"](x).unflatten(-1, (-1, self.config.head_dim))
         return projected
 
     def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and sines [B, n, 1, E]."""
-        tables = self.spec.rotaries[0].table(int(positions.max()) + 1, self.spec.head_dim)
+        tables = self.config.rotaries[0].table(int(positions.max()) + 1, self.config.head_dim)
         cos, sin = (table.to(positions.device)[positions][:, :, None] for table in tables)
         return cos, sin
 
@@ -222,8 +222,8 @@ class DraftHeadStudent(nn.Module):
     ) -> Tensor:
         """Return the attention's output [B, m, Q * E]. keys, values: [B, N, K, E], of all nodes. guessed: further keys
         and values, [B, m, K, E], one for each query."""
-        spec = self.spec
-        query = query.reshape(*query.shape[:2], spec.kv_heads, -1, spec.head_dim) * spec.scale
+        config = self.config
+        query = query.reshape(*query.shape[:2], config.kv_heads, -1, config.head_dim) * config.scale
         scores = torch.einsum("bmkge,bnke->bkgmn", query, keys).float().masked_fill(~sees[:, None, None], HIDDEN)
         own = [(query * key[:, :, :, None]).sum(-1).permute(0, 2, 3, 1)[..., None].float() for key, _ in guessed]
         weights = torch.cat((scores, *own), -1).softmax(-1).to(values.dtype)
@@ -264,7 +264,7 @@ class DraftHeadStudent(nn.Module):
                 "verifier": self.target,
             },
             "draft_vocab_size": len(self.d2t),
-            "target_hidden_size": self.spec.hidden,
+            "target_hidden_size": self.config.hidden,
             "norm_before_residual": False,
             LAYER_IDS: list(self.taps),
             "transformer_layer_config": self.layer,
@@ -290,7 +290,7 @@ def draft_head_vocabulary(spec: ModelSpec, wanted: int | None) -> int:
             f"target model {spec.source!r} is quantized, and quantized layers cannot be trained: "
             "distil from the original; its draft serves both"
         )
-    decoder = spec_or_reason(target)
+    decoder = decoder_config_or_reason(target)
     if isinstance(decoder, str):
         raise UnsupportedModelError(
             f"a head begins as a layer of a standard decoder, but {decoder}: "
@@ -305,15 +305,15 @@ def new_draft_head(spec: ModelSpec, ids: Tensor, seed: int) -> DraftHeadStudent:
     """Make an untrained head over the tokens `ids` [C] for the target of `spec`. Its layer begins as the target's last
     layer and reads the deepest of the states that are taken. Raises ModelError."""
     reader, config = _target(spec)
-    target_spec = reader.spec
+    target_config = reader.config
     text = config.get_text_config(decoder=True)
-    taps = tapped_layers(target_spec.layers)
+    taps = tapped_layers(target_config.layers)
     layer = {
-        "model_type": "llama", "vocab_size": target_spec.vocabulary, "hidden_size": target_spec.hidden,
-        "intermediate_size": target_spec.inner, "num_hidden_layers": 1, "num_attention_heads": target_spec.heads,
-        "num_key_value_heads": target_spec.kv_heads, "head_dim": target_spec.head_dim, "hidden_act": "silu",
-        "max_position_embeddings": target_spec.positions or getattr(text, "max_position_embeddings", None) or 2048,
-        "rms_norm_eps": target_spec.eps, "rope_theta": _rope_theta(text), "attention_bias": False, "mlp_bias": False,
+        "model_type": "llama", "vocab_size": target_config.vocabulary, "hidden_size": target_config.hidden,
+        "intermediate_size": target_config.inner, "num_hidden_layers": 1, "num_attention_heads": target_config.heads,
+        "num_key_value_heads": target_config.kv_heads, "head_dim": target_config.head_dim, "hidden_act": "silu",
+        "max_position_embeddings": target_config.positions or getattr(text, "max_position_embeddings", None) or 2048,
+        "rms_norm_eps": target_config.eps, "rope_theta": _rope_theta(text), "attention_bias": False, "mlp_bias": False,
     }  # fmt: skip
     named = {"name_or_path": spec.source, "architectures": list(getattr(config, "architectures", None) or ())}
     rows, table, norm = _ends(reader)
@@ -322,7 +322,7 @@ def new_draft_head(spec: ModelSpec, ids: Tensor, seed: int) -> DraftHeadStudent:
         torch.manual_seed(seed)
         head.fc.reset_parameters()
         head.fc.weight.mul_(SMALL)
-        head.fc.weight[:, -target_spec.hidden :] += torch.eye(target_spec.hidden)
+        head.fc.weight[:, -target_config.hidden :] += torch.eye(target_config.hidden)
         head.lm_head.weight.copy_(rows[ids])
         head.norm.weight.copy_(norm)
         _copy_layer(head.layers[0], reader)
@@ -356,30 +356,32 @@ def tapped_layers(layers: int) -> tuple[int, ...]:
 def _target(spec: ModelSpec) -> tuple[WeightReader, Any]:
     """Return a reader of the target's tensors, however they are stored, and the target's config. Raises ModelError."""
     target = Checkpoint.open(spec)
-    config, spec_or_text = target.config, spec_or_reason(target)
-    if isinstance(spec_or_text, str):
-        raise ModelError(f"target model {spec.source!r} is no standard decoder: {spec_or_text}")
+    config, config_or_text = target.config, decoder_config_or_reason(target)
+    if isinstance(config_or_text, str):
+        raise ModelError(f"target model {spec.source!r} is no standard decoder: {config_or_text}")
     if target.plain:
-        return WeightReader(spec_or_text, target.tensors, torch.float32), config
+        return WeightReader(config_or_text, target.tensors, torch.float32), config
     model = load_network(target.like(device="cpu", device_map=None))
     state = model.state_dict()
     if not model.config.get_text_config(decoder=True).tie_word_embeddings:  # an adapter may bring a head
-        spec_or_text = replace(spec_or_text, tied=False)
-    return WeightReader(spec_or_text, {name: partial(state.__getitem__, name) for name in state}, torch.float32), config
+        config_or_text = replace(config_or_text, tied=False)
+    return WeightReader(
+        config_or_text, {name: partial(state.__getitem__, name) for name in state}, torch.float32
+    ), config
 
 
 def _ends(reader: WeightReader) -> tuple[Tensor, Tensor, Tensor]:
     """Return the LM head's rows [V, H] in float32, the embeddings [V, H] as they are stored, and the final norm [H]."""
-    spec = reader.spec
-    table = reader.tensor("embed_tokens.weight", spec.vocabulary, spec.hidden)
-    rows = table if spec.tied else reader.tensors["lm_head.weight"]()
-    norm = reader.norm("norm.weight", spec.hidden).weight + float(spec.unit_offset)
-    return rows.float() / spec.logit_scale, table, norm
+    config = reader.config
+    table = reader.tensor("embed_tokens.weight", config.vocabulary, config.hidden)
+    rows = table if config.tied else reader.tensors["lm_head.weight"]()
+    norm = reader.norm("norm.weight", config.hidden).weight + float(config.unit_offset)
+    return rows.float() / config.logit_scale, table, norm
 
 
 def _copy_layer(layer: Any, reader: WeightReader) -> None:
     """Copy the target's last layer, which reads states and no tokens. Weights for the embeddings begin as zeros."""
-    last = reader.layer(reader.spec.layers - 1)
+    last = reader.layer(reader.config.layers - 1)
     linears = dict(last.linears)
     for name, weight in zip("qkv", linears["qkv"].weights, strict=True):
         layer.self_attn[f"{name}_proj"].weight.copy_(torch.cat((torch.zeros_like(weight), weight), 1))
@@ -388,7 +390,7 @@ def _copy_layer(layer: Any, reader: WeightReader) -> None:
     gate_up = torch.cat([weight.float() for weight in linears["gate_up"].weights])
     for name, weight in zip(("gate_proj", "up_proj"), gate_up.chunk(2), strict=True):
         layer.mlp[name].weight.copy_(weight)
-    offset = float(reader.spec.unit_offset)
+    offset = float(reader.config.unit_offset)
     for norm, source in ((layer.hidden_norm, last.input_norm), (layer.post_attention_layernorm, last.mlp_norm)):
         if source is not None:
             norm.weight.copy_(source.weight + offset)

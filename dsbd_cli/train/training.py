@@ -144,13 +144,15 @@ class Training:
     def _bytes(self, part: list[AnswerTokens]) -> int:
         """Return the bytes that each answer of a part takes, padded to the longest: of its float32 logits and attention
         scores in each unrolled step, and of the target's states."""
-        spec, learnt, most = (
-            self.student.spec,
+        config, learnt, most = (
+            self.student.config,
             max(answer.learnt for answer in part),
             max(len(answer.text) for answer in part),
         )
-        scores = spec.heads * most
-        return 4 * (UNROLLED * learnt * (len(self.student.d2t) + scores) + most * len(self.student.taps) * spec.hidden)
+        scores = config.heads * most
+        return 4 * (
+            UNROLLED * learnt * (len(self.student.d2t) + scores) + most * len(self.student.taps) * config.hidden
+        )
 
     def _loss(self, part: list[AnswerTokens]) -> Tensor:
         """Return the sum of the divergences over all unrolled steps and all tokens of the answers."""

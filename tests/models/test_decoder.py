@@ -38,8 +38,8 @@ from dsbd_cli.models.checks.invariance import check
 from dsbd_cli.models.checks.selftest import self_test
 from dsbd_cli.models.decoder import decoder_model
 from dsbd_cli.models.decoder import load as decoder_load
+from dsbd_cli.models.decoder.config import DecoderConfig, decoder_config_of
 from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
-from dsbd_cli.models.decoder.spec import DecoderSpec, spec_of
 from dsbd_cli.models.forest_model import BaseForestModel, StateTap, unsupported
 from dsbd_cli.models.load_model import load_model
 from dsbd_cli.models.transformers_backend.causal import CausalForestModel
@@ -226,7 +226,7 @@ def test_a_setting_that_is_not_known_falls_back(fields: dict[str, Any], said: st
     from transformers import AutoConfig
 
     changed(folder, **fields)
-    reason = spec_of(AutoConfig.from_pretrained(folder))
+    reason = decoder_config_of(AutoConfig.from_pretrained(folder))
     assert isinstance(reason, str)
     assert said in reason
     forest, _, report = load_model(Checkpoint.open(spec_for(folder)))
@@ -252,7 +252,7 @@ def test_settings_with_which_no_forward_runs_are_one_line(fields: dict[str, Any]
 def test_a_list_of_more_layers_than_there_are(tmp_path: Path) -> None:
     """As in a checkpoint that has lost its last layers. Guards a traceback."""
     place = changed(save_decoder(tmp_path, build_decoder("smollm3")), no_rope_layers=[1, 0, 1, 1, 0, 1])
-    assert decoder_of(place).decoder.spec.rotary == (0, 1, 0)
+    assert decoder_of(place).decoder.config.rotary == (0, 1, 0)
 
 
 @pytest.mark.parametrize("part", [-1.0, 3.0])
@@ -270,11 +270,11 @@ def test_a_config_key_that_is_not_known_falls_back(monkeypatch: pytest.MonkeyPat
     from dsbd_cli.models.decoder import spec as specs
 
     config = LlamaConfig(**DECODERS["llama"][1], my_note="hello")
-    assert isinstance(spec_of(config), DecoderSpec)
+    assert isinstance(decoder_config_of(config), DecoderConfig)
     monkeypatch.setattr(specs, "KNOWN", specs.KNOWN - {"mlp_bias"})
-    assert isinstance(spec_of(config), DecoderSpec)
+    assert isinstance(decoder_config_of(config), DecoderConfig)
     config.mlp_bias = True
-    assert spec_of(config) == "its config says mlp_bias = True, which is not known here"
+    assert decoder_config_of(config) == "its config says mlp_bias = True, which is not known here"
 
 
 def test_an_architecture_that_is_not_known_falls_back(tmp_path: Path) -> None:
@@ -289,8 +289,8 @@ def test_logits_that_are_not_transformers_fall_back(
     change: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards a family that is read wrongly: the model that answers is the model that was named."""
-    real = decoder_load.spec_of
-    monkeypatch.setattr(decoder_load, "spec_of", lambda config: replace(real(config), **change))
+    real = decoder_load.decoder_config_of
+    monkeypatch.setattr(decoder_load, "decoder_config_of", lambda config: replace(real(config), **change))
     for _ in range(2):  # the second load knows it
         forest, _, report = load_model(Checkpoint.open(spec_for(folder)))
         assert isinstance(forest, CausalForestModel)
@@ -831,8 +831,8 @@ def test_a_few_layers_of_each_kind_are_asked_for_invariance(
     """Each kind is among them, and sums that depend on the company are found by them as by all."""
     forest, _ = loaded(name)
     few, whole = forest.shallow(1), forest.shallow(9)
-    kinds = [*dict.fromkeys(zip(forest.decoder.spec.windows, forest.decoder.spec.rotary, strict=True))]
-    assert [*zip(few.decoder.spec.windows, few.decoder.spec.rotary, strict=True)] == kinds
+    kinds = [*dict.fromkeys(zip(forest.decoder.config.windows, forest.decoder.config.rotary, strict=True))]
+    assert [*zip(few.decoder.config.windows, few.decoder.config.rotary, strict=True)] == kinds
     assert len(kinds) == {"llama": 1, "gemma3": 2}[name]
     assert torch.equal(whole.plain(tokens(2, 30)), forest.plain(tokens(2, 30)))
     assert check(forest) == check(few) == Verdict(None, True)
@@ -850,9 +850,9 @@ def test_all_layers_are_checked_where_it_is_asked_for(folder: Path, monkeypatch:
     monkeypatch.setattr(stages, "LAYERS_CHECKED", 1)
     monkeypatch.setattr(
         "dsbd_cli.models.checks.invariance.check",
-        lambda forest: asked.append(forest.decoder.spec.layers) or check(forest),
+        lambda forest: asked.append(forest.decoder.config.layers) or check(forest),
     )
-    whole = decoder_of(folder).decoder.spec.layers
+    whole = decoder_of(folder).decoder.config.layers
     load_model(Checkpoint.open(spec_for(folder)), anew=True)
     assert asked == [1, whole]
     assert whole > 1
@@ -947,7 +947,7 @@ def test_a_verdict_with_another_digit_is_none(folder: Path, tmp_path: Path, monk
     text = file.read_text()
     place = text.index('"eps": ') + len('"eps": ')
     file.write_text(f"{text[:place]}2{text[place + 1 :]}")
-    assert decoder_of(folder).decoder.spec.eps == DECODERS["llama"][1].get("rms_norm_eps", 1e-6)
+    assert decoder_of(folder).decoder.config.eps == DECODERS["llama"][1].get("rms_norm_eps", 1e-6)
     assert len(made) == 2
     assert file.read_text() == text
 

@@ -124,7 +124,7 @@ def test_a_model_that_transformers_runs_gives_the_memory_back_first(
 ) -> None:
     """Guards memory that is held twice: for weights that are never packed, and for those that transformers reads."""
     target = save(tmp_path)
-    monkeypatch.setattr(load_model, "spec_or_reason", lambda checkpoint: "a reason")
+    monkeypatch.setattr(load_model, "decoder_config_or_reason", lambda checkpoint: "a reason")
     begun = []
     real = load_transformers.load_transformers
 

@@ -94,7 +94,7 @@ def bench(
     with StopSignals() as signals:
         engine = settings.loader(drafts=any(setting.drafts for setting in planned.settings))()
         # behind the load, which decides how soon threads sleep before torch is imported
-        from dsbd_cli.lab.bench.prepare import BenchSpec
+        from dsbd_cli.lab.bench.prepare import BenchConfig
         from dsbd_cli.lab.bench.run import Bench
 
         if engine.info is not None and engine.info.draft_form is not None:
@@ -105,7 +105,7 @@ def bench(
         check_chat(data.chat, engine.info)
         if data.input is not None and data.chat is None and _lack_template(engine, datasets, records):
             notes.append(CHAT_OR_NOT)
-        spec = BenchSpec(
+        bench_config = BenchConfig(
             datasets=datasets,
             settings=planned.settings,
             records=records,
@@ -117,7 +117,7 @@ def bench(
             notes=(*planned.notes, *notes),
             grammar=settings.rows.grammar,
         )
-        running = Bench(engine, spec, command=[str(word) for word in arguments] or ["bench"])
+        running = Bench(engine, bench_config, command=[str(word) for word in arguments] or ["bench"])
         signals.on_stop = running.stop
         failed = _run(running, outputs)
         if signals.number is not None:

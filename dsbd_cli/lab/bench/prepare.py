@@ -23,7 +23,7 @@ MAX_SKIPPED_PER_RECORD = 100
 
 
 @dataclass(frozen=True, slots=True)
-class BenchSpec:
+class BenchConfig:
     """Settings of a run, all but the models.
 
     Attributes:

@@ -56,7 +56,7 @@ class CheckpointSettings:
 
     @property
     def config(self) -> Any:
-        """A stand-in for the config, with the fields that are read in addition to a DecoderSpec."""
+        """A stand-in for the config, with the fields that are read in addition to a DecoderConfig."""
         config = SimpleNamespace(eos_token_id=self.eos, is_encoder_decoder=False)
         config.get_text_config = lambda decoder: config
         return config

@@ -24,7 +24,7 @@ from dsbd_cli.models.attention.views import LayerViews, MaskView, View, prompt_k
 from dsbd_cli.models.checkpoints.generation import CheckpointSettings, checkpoint_rules
 from dsbd_cli.models.decoder.forward import Decoder, LayerInputs
 from dsbd_cli.models.forest_model import BaseForestModel, ModelSize, StateTap, address
-from dsbd_cli.models.kv_cache import KVCache, PlaneSpec
+from dsbd_cli.models.kv_cache import KVCache, PlaneLayout
 from dsbd_cli.ops import recording
 from dsbd_cli.ops.interface import Ops
 from dsbd_cli.ops.recording import Arena, Program
@@ -77,20 +77,20 @@ class DecoderForestModel(BaseForestModel):
         stock: Callable[[], Any] | None = None,
     ) -> None:
         """stock: loads the model as transformers runs it."""
-        spec, weights = decoder.spec, decoder.weights
+        config, weights = decoder.config, decoder.weights
         device = weights.table.device
         super().__init__(name, device, KVCache(), stock)
         self.decoder, self._settings = decoder, settings
         self._watched: frozenset[int] = frozenset()  # numbers of layers after which hidden states are taken
-        plane = PlaneSpec(spec.kv_heads, spec.head_dim, weights.dtype, device)
-        self._scoring = Scoring(spec.scale, spec.softcap)
-        self._kinds = [spec.kinds.index(window) for window in spec.windows]
+        plane = PlaneLayout(config.kv_heads, config.head_dim, weights.dtype, device)
+        self._scoring = Scoring(config.scale, config.softcap)
+        self._kinds = [config.kinds.index(window) for window in config.windows]
         query, key = (
-            torch.empty(1, 1, heads, spec.head_dim, dtype=weights.dtype, device=device).transpose(1, 2)
-            for heads in (spec.heads, spec.kv_heads)
+            torch.empty(1, 1, heads, config.head_dim, dtype=weights.dtype, device=device).transpose(1, 2)
+            for heads in (config.heads, config.kv_heads)
         )
         self._form = query, key, key  # a query, a key and a value in the form of all layers'
-        self._cache.learn_all([(plane, plane)] * spec.layers)
+        self._cache.learn_all([(plane, plane)] * config.layers)
         self._pads_forwards = decoder.ops.program is None  # kernels of the CPU compute each row by itself
         self._dtype, self._width = weights.dtype, sum(weights.lm_head.parts)
         self._angles: list[tuple[Tensor, Tensor]] = []
@@ -109,7 +109,7 @@ class DecoderForestModel(BaseForestModel):
 
     @property
     def max_positions(self) -> int | None:
-        return self.decoder.spec.positions
+        return self.decoder.config.positions
 
     @property
     def embeddings(self) -> Tensor:
@@ -117,11 +117,11 @@ class DecoderForestModel(BaseForestModel):
 
     @property
     def hidden_size(self) -> int:
-        return self.decoder.spec.hidden
+        return self.decoder.config.hidden
 
     @property
     def layer_count(self) -> int:
-        return self.decoder.spec.layers
+        return self.decoder.config.layers
 
     @property
     def token_rules(self) -> TokenRules:
@@ -155,30 +155,30 @@ class DecoderForestModel(BaseForestModel):
 
     @property
     def size(self) -> ModelSize:
-        weights, spec = self.decoder.weights, self.decoder.spec
+        weights, config = self.decoder.weights, self.decoder.config
         linears = [linear for layer in weights.layers for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)]
         held = [weight for linear in (*linears, weights.lm_head) for weight in linear.weights]
         table = weights.table
         shared = any(address(weight) == table.data_ptr() for weight in held)
         read = sum(weight.nbytes for weight in held)
-        inputs = (spec.hidden, spec.heads * spec.head_dim, spec.hidden, spec.inner) * spec.layers
+        inputs = (config.hidden, config.heads * config.head_dim, config.hidden, config.inner) * config.layers
         count = sum(sum(linear.parts) * wide for linear, wide in zip(linears, inputs, strict=True))
-        count += self._width * spec.hidden
+        count += self._width * config.hidden
         return ModelSize(read + (0 if shared else table.nbytes), read, 2 * count)
 
     def shallow(self, each: int) -> DecoderForestModel:
         """Return a model of the same weights with the first `each` layers of every kind, and a cache of its own."""
-        spec, weights, kinds = self.decoder.spec, self.decoder.weights, Counter[Hashable]()
+        config, weights, kinds = self.decoder.config, self.decoder.weights, Counter[Hashable]()
         chosen = []
-        for number, kind in enumerate(zip(spec.windows, spec.rotary, strict=True)):
+        for number, kind in enumerate(zip(config.windows, config.rotary, strict=True)):
             kinds[kind] += 1
             if kinds[kind] <= each:
                 chosen.append(number)
         few = replace(
-            spec,
+            config,
             layers=len(chosen),
-            windows=tuple(spec.windows[number] for number in chosen),
-            rotary=tuple(spec.rotary[number] for number in chosen),
+            windows=tuple(config.windows[number] for number in chosen),
+            rotary=tuple(config.rotary[number] for number in chosen),
         )
         layers = replace(weights, layers=[weights.layers[number] for number in chosen])
         forest = DecoderForestModel(Decoder(few, layers, self.decoder.ops), self.name, self._settings)
@@ -208,14 +208,14 @@ class DecoderForestModel(BaseForestModel):
     @torch.no_grad()
     def plain(self, tokens: Tensor) -> Tensor:
         """Return logits [B, T, V] of separate sequences [B, T] by an ordinary causal forward, without our cache."""
-        decoder, spec = self.decoder, self.decoder.spec
+        decoder, config = self.decoder, self.decoder.config
         count, length = tokens.shape
         places = torch.arange(length, device=self._device)
-        shape = (count, length, spec.kv_heads, spec.head_dim)
+        shape = (count, length, config.kv_heads, config.head_dim)
         planes = [torch.zeros(shape, dtype=self._dtype, device=self._device) for _ in range(2)]
         ahead = places[:, None] - places
         views = []
-        for window in spec.kinds:
+        for window in config.kinds:
             seen = (ahead >= 0) if window is None else (ahead >= 0) & (ahead < window)
             mask = LayerMask(seen.expand(count, -1, -1), self._dtype, None, whole=True)
             views.append(MaskView(mask, over_all_slots))
@@ -229,7 +229,7 @@ class DecoderForestModel(BaseForestModel):
 
     def _run(self, batch: ForestInput, *, logits: bool) -> Tensor | None:
         decoder = self.decoder
-        read = batch.chain and not logits and decoder.spec.kinds == (None,)
+        read = batch.chain and not logits and decoder.config.kinds == (None,)
         if read and prompt_kernel(self.ops, *self._form, self._scoring) is not None:
             batch = _without_padding(batch, self._cache.slots - 1)
         self._cache.begin(batch.slots, batch.rows, batch.mask.shape[-1])
@@ -266,7 +266,7 @@ class DecoderForestModel(BaseForestModel):
 
     def _computed(self, hidden: Tensor, inputs: LayerInputs, logits: bool) -> _Results:
         residual, branch, hidden_states = self.decoder.layers(hidden, inputs, self._watched)
-        recording.begin(self.decoder.spec.layers)
+        recording.begin(self.decoder.config.layers)
         last, summed = self.decoder.finish(residual, branch)
         return _Results(last, summed, hidden_states, self.decoder.lm_head(last) if logits else None)
 
@@ -292,10 +292,10 @@ class DecoderForestModel(BaseForestModel):
         computed = len(self._angles[0][0]) if self._angles else 0
         if computed < most:
             size = -(-most // POSITION_STEP) * POSITION_STEP
-            dim = self.decoder.spec.head_dim
+            dim = self.decoder.config.head_dim
             self._angles = [
                 tuple(table.to(self._dtype).to(self._device) for table in rotary.table(size, dim))  # type: ignore[misc]
-                for rotary in self.decoder.spec.rotaries
+                for rotary in self.decoder.config.rotaries
             ]
         return [
             (nn.functional.embedding(positions, cos), nn.functional.embedding(positions, sin))
@@ -305,7 +305,7 @@ class DecoderForestModel(BaseForestModel):
     def _attention(self, batch: ForestInput, reading: Reading) -> LayerViews:
         """Return what the nodes see, one view for each kind of window. reading: of a prompt."""
         metadata, views = self._attention_metadata(batch, reading), list[View]()
-        for window in self.decoder.spec.kinds:
+        for window in self.decoder.config.kinds:
             mask = metadata.add(_seen(batch, window), self._dtype, whole=window is None)
             views.append(view_of(metadata, mask, *self._form, self._scoring, batch.rows))
         return LayerViews(views, self._kinds, self._scoring, self._cache.planes)

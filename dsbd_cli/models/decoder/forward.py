@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.models.attention.views import LayerViews
+from dsbd_cli.models.decoder.config import DecoderConfig
 from dsbd_cli.models.decoder.own_rows import OwnRows
-from dsbd_cli.models.decoder.spec import DecoderSpec
 from dsbd_cli.models.decoder.weights import DecoderWeights, LayerWeights, PlainLinear
 from dsbd_cli.ops import recording
 from dsbd_cli.ops.interface import Ops
@@ -41,11 +41,11 @@ class Decoder:
     """A decoder with its weights. `embed`, `layers`, `finish`, `lm_head` and `logits`, in this order, are its
     forward."""
 
-    def __init__(self, spec: DecoderSpec, weights: DecoderWeights, ops: Ops) -> None:
-        self.spec, self.weights, self.ops = spec, weights, ops
+    def __init__(self, config: DecoderConfig, weights: DecoderWeights, ops: Ops) -> None:
+        self.config, self.weights, self.ops = config, weights, ops
         self.own_rows: OwnRows | None = None  # where the LM head lacks tokens, but the whole table is at hand
         # rounded to the dtype, as the families that scale their embeddings do
-        self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=weights.dtype, device=weights.table.device)
+        self._embedding_scale = torch.tensor(config.embedding_scale, dtype=weights.dtype, device=weights.table.device)
 
     def plain_products(self) -> list[tuple[str, Any, str]]:
         """Return the products that still have the checkpoint's weights: name, object that holds the product, and its
@@ -61,7 +61,7 @@ class Decoder:
     def embed(self, tokens: Tensor) -> Tensor:
         """Return embeddings [R, n, H] of tokens [R, n]."""
         embedded = torch.nn.functional.embedding(tokens, self.weights.table).to(self.weights.dtype)
-        return embedded if self.spec.embedding_scale == 1 else embedded * self._embedding_scale
+        return embedded if self.config.embedding_scale == 1 else embedded * self._embedding_scale
 
     def layers(
         self, hidden: Tensor, inputs: LayerInputs, watched: Collection[int] = ()
@@ -77,10 +77,10 @@ class Decoder:
                 copies[number] = recording.copy(residual)
             branch = self._leave(layer.attention_norm, self._attention(number, layer, x, inputs))
             x, residual = self._enter(layer.mlp_norm, residual, branch)
-            gated = self.ops.gated(layer.gate_up.compute(x), self.spec.gelu)
+            gated = self.ops.gated(layer.gate_up.compute(x), self.config.gelu)
             branch = self._leave(layer.output_norm, layer.down.compute(gated))
         assert branch is not None
-        if (count := self.spec.layers) in watched:
+        if (count := self.config.layers) in watched:
             last = residual, branch
             copies[count] = recording.compute(lambda: last[0] + last[1])
         return residual, branch, copies
@@ -96,12 +96,12 @@ class Decoder:
     def logits(self, logits: Tensor, hidden: Tensor, own_ids: Tensor | None = None) -> Tensor:
         """Return the logits [R, n, V], or of as many tokens as the LM head has, from the product `logits` of `lm_head`
         with hidden states [R, n, H]. Logits of own_ids [R, o] follow them."""
-        cap = self.spec.logit_softcap
+        cap = self.config.logit_softcap
         if own_ids is not None:
             assert self.own_rows is not None
             logits = torch.cat((logits, self.own_rows.compute(hidden, own_ids)), -1)
-        if self.spec.logit_scale != 1:
-            logits = logits / self.spec.logit_scale
+        if self.config.logit_scale != 1:
+            logits = logits / self.config.logit_scale
         if cap is not None:
             logits = torch.tanh(logits / cap) * cap
         if own_ids is not None and self.own_rows is not None:
@@ -111,12 +111,12 @@ class Decoder:
 
     def _attention(self, number: int, layer: LayerWeights, x: Tensor, inputs: LayerInputs) -> Tensor:
         """Run a layer's attention: write keys and values to the planes and return the output [R, n, H]."""
-        spec, norms = self.spec, layer.head_norms
+        config, norms = self.config, layer.head_norms
         keys, values = inputs.attention.planes(number)
         qkv = layer.qkv.compute(x)
-        if norms is not None and spec.norms_over_all_heads:
+        if norms is not None and config.norms_over_all_heads:
             qkv, norms = self._wide_norms(norms, layer.qkv.parts, qkv), None
-        cos, sin = inputs.angles[spec.rotary[number]]
+        cos, sin = inputs.angles[config.rotary[number]]
         query = self.ops.rotate(qkv, cos, sin, inputs.slots, keys, values, norms=norms)
         attended = self.ops.attend(number, query, inputs.attention)
         return layer.out.compute(attended.flatten(2))
@@ -137,9 +137,9 @@ class Decoder:
         """Return a branch's output as it is added to the residual stream."""
         if norm is not None:
             branch = self.ops.norm(norm, branch)[0]
-        if self.spec.residual_scale == 1:
+        if self.config.residual_scale == 1:
             return branch
-        return recording.compute(lambda: branch * self.spec.residual_scale)
+        return recording.compute(lambda: branch * self.config.residual_scale)
 
     def _wide_norms(self, norms: tuple[Norm, Norm], parts: Sequence[int], qkv: Tensor) -> Tensor:
         """Normalise all queries of a node together, and all keys (OLMo 2). parts: widths of queries, keys, values."""

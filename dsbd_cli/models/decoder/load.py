@@ -1,4 +1,4 @@
-"""Load a decoder in stages: spec, tensors, comparison with transformers, packing. Each stage has its own errors.
+"""Load a decoder in stages: config, tensors, comparison with transformers, packing. Each stage has its own errors.
 
 The model that answers is the model that was named: at a first load its logits are compared with those of transformers'
 own model of the same folder. What was found is kept (verdicts.py).
@@ -18,11 +18,11 @@ from dsbd_cli.models.checkpoints.checkpoint import Checkpoint, Tensors
 from dsbd_cli.models.checkpoints.generation import CheckpointSettings
 from dsbd_cli.models.checkpoints.lm_head import TrimmedLMHead
 from dsbd_cli.models.checkpoints.loader import too_small
+from dsbd_cli.models.decoder.config import DecoderConfig, decoder_config_of
 from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
 from dsbd_cli.models.decoder.forward import Decoder
 from dsbd_cli.models.decoder.own_rows import OwnRows
 from dsbd_cli.models.decoder.pack import find_outliers, pack_decoder, quantize_decoder
-from dsbd_cli.models.decoder.spec import DecoderSpec, spec_of
 from dsbd_cli.models.decoder.weights import read_weights
 from dsbd_cli.models.forest_model import calibration_tokens
 from dsbd_cli.ops.interface import Ops
@@ -43,7 +43,7 @@ class DecoderParts:
     """
 
     name: str
-    spec: DecoderSpec
+    config: DecoderConfig
     tensors: Tensors
     dtype: torch.dtype
     device: torch.device
@@ -51,8 +51,8 @@ class DecoderParts:
     lm_head: TrimmedLMHead | None = None
 
 
-def spec_or_reason(checkpoint: Checkpoint) -> DecoderSpec | str:
-    """Return the spec of a checkpoint, or the reason why transformers runs it."""
+def decoder_config_or_reason(checkpoint: Checkpoint) -> DecoderConfig | str:
+    """Return the config of a checkpoint, or the reason why transformers runs it."""
     spec, config = checkpoint.spec, checkpoint.config
     if spec.tensor_parallel > 1:
         return "it is split over several processes"
@@ -60,7 +60,7 @@ def spec_or_reason(checkpoint: Checkpoint) -> DecoderSpec | str:
         return "a device map spreads it"
     if spec.trust_remote_code and getattr(config, "auto_map", None):
         return "it brings its own code"
-    return spec_of(config)
+    return decoder_config_of(config)
 
 
 def build_decoder(parts: DecoderParts, stock: Callable[[], Any], kernels: frozenset[str]) -> DecoderForestModel:
@@ -70,10 +70,10 @@ def build_decoder(parts: DecoderParts, stock: Callable[[], Any], kernels: frozen
     and ValueError for tensors that are missing or have other shapes.
     """
     lm_head = parts.lm_head
-    weights = read_weights(parts.spec, parts.tensors, parts.dtype, lm_head)
+    weights = read_weights(parts.config, parts.tensors, parts.dtype, lm_head)
     weights.to(parts.device)
-    ops = decoder_ops(parts.spec, parts.device, parts.dtype, kernels)
-    model = DecoderForestModel(Decoder(parts.spec, weights, ops), parts.name, parts.settings, stock)
+    ops = decoder_ops(parts.config, parts.device, parts.dtype, kernels)
+    model = DecoderForestModel(Decoder(parts.config, weights, ops), parts.name, parts.settings, stock)
     if lm_head is not None:
         model.spread(lm_head.ids, lm_head.vocab_size)
         if lm_head.bias is None:
@@ -136,11 +136,11 @@ def pack(
 
 
 def decoder_ops(
-    decoder_spec: DecoderSpec, device: torch.device, dtype: torch.dtype, kernels: frozenset[str] = frozenset()
+    decoder_config: DecoderConfig, device: torch.device, dtype: torch.dtype, kernels: frozenset[str] = frozenset()
 ) -> Ops:
     """Return the operations of a decoder. kernels: names of the kernels that a GPU may run."""
-    widths = {decoder_spec.hidden, decoder_spec.inner, decoder_spec.head_dim // 2}
-    if decoder_spec.norms_over_all_heads:
-        widths |= {decoder_spec.heads * decoder_spec.head_dim, decoder_spec.kv_heads * decoder_spec.head_dim}
+    widths = {decoder_config.hidden, decoder_config.inner, decoder_config.head_dim // 2}
+    if decoder_config.norms_over_all_heads:
+        widths |= {decoder_config.heads * decoder_config.head_dim, decoder_config.kv_heads * decoder_config.head_dim}
     ops = ops_for(device, dtype, DECODER, widths=frozenset(widths), kernels=None if kernels else False)
     return ops.without(*(set(ops.by("triton")) - kernels))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dsbd_cli.models.checkpoints.checkpoint import Tensors
 from dsbd_cli.models.checkpoints.lm_head import TrimmedLMHead
-from dsbd_cli.models.decoder.spec import DecoderSpec
+from dsbd_cli.models.decoder.config import DecoderConfig
 from dsbd_cli.ops import recording
 from dsbd_cli.ops.interface import Linear
 from dsbd_cli.ops.reference import Norm
@@ -111,32 +111,32 @@ class DecoderWeights:
 
 
 def read_weights(
-    spec: DecoderSpec, tensors: Tensors, dtype: torch.dtype, lm_head: TrimmedLMHead | None = None
+    config: DecoderConfig, tensors: Tensors, dtype: torch.dtype, lm_head: TrimmedLMHead | None = None
 ) -> DecoderWeights:
     """Read a checkpoint's tensors into the weights of a decoder.
 
     lm_head: rows that take the place of the checkpoint's LM head. Raises KeyError for a tensor that is missing,
     ValueError for one of another shape.
     """
-    reader = WeightReader(spec, tensors, dtype)
-    layers = [reader.layer(number) for number in range(spec.layers)]
-    table = reader.tensor("embed_tokens.weight", spec.vocabulary, spec.hidden)
+    reader = WeightReader(config, tensors, dtype)
+    layers = [reader.layer(number) for number in range(config.layers)]
+    table = reader.tensor("embed_tokens.weight", config.vocabulary, config.hidden)
     if lm_head is not None:
         last: Linear = PlainLinear([lm_head.weight], [lm_head.bias])
-    elif spec.tied:
+    elif config.tied:
         last = PlainLinear([table], [None])
     else:
         weight = tensors["lm_head.weight"]()
-        _check("lm_head.weight", weight, (spec.vocabulary, spec.hidden))
+        _check("lm_head.weight", weight, (config.vocabulary, config.hidden))
         last = PlainLinear([weight], [None])
-    return DecoderWeights(table, layers, reader.norm("norm.weight", spec.hidden), last, dtype)
+    return DecoderWeights(table, layers, reader.norm("norm.weight", config.hidden), last, dtype)
 
 
 @dataclass(slots=True)
 class WeightReader:
     """Reader of a decoder's tensors. It raises what `read_weights` raises."""
 
-    spec: DecoderSpec
+    config: DecoderConfig
     tensors: Tensors
     dtype: torch.dtype
 
@@ -152,41 +152,41 @@ class WeightReader:
     def norm(self, name: str, width: int, *, of_heads: bool = False) -> Norm:
         """Return a norm, with weights in the dtype that is computed in. of_heads: of what will be rotated."""
         weight = self.tensor(name, width).to(self.dtype)
-        return Norm(self._rotated_first(weight) if of_heads else weight, self.spec.eps, self.spec.unit_offset)
+        return Norm(self._rotated_first(weight) if of_heads else weight, self.config.eps, self.config.unit_offset)
 
     def layer(self, number: int, inputs: int | None = None) -> LayerWeights:
         """Return the weights of a layer. inputs: width of the input of queries, keys and values; None: hidden."""
-        spec, at = self.spec, f"layers.{number}."
-        inputs = inputs or spec.hidden
-        query, key = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-        norms = {field: self.norm(f"{at}{name}.weight", spec.hidden) for field, name in self._norm_names()}
+        config, at = self.config, f"layers.{number}."
+        inputs = inputs or config.hidden
+        query, key = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        norms = {field: self.norm(f"{at}{name}.weight", config.hidden) for field, name in self._norm_names()}
         head_norms = None
-        if spec.head_norms or spec.norms_over_all_heads:
-            wide = (query, key) if spec.norms_over_all_heads else (spec.head_dim, spec.head_dim)
+        if config.head_norms or config.norms_over_all_heads:
+            wide = (query, key) if config.norms_over_all_heads else (config.head_dim, config.head_dim)
             head_norms = (
                 self.norm(f"{at}self_attn.q_norm.weight", wide[0], of_heads=True),
                 self.norm(f"{at}self_attn.k_norm.weight", wide[1], of_heads=True),
             )
-        if spec.family == "phi3":
+        if config.family == "phi3":
             qkv = self._parts(f"{at}self_attn.qkv_proj", (query, key, key), inputs)
-            gate_up = self._parts(f"{at}mlp.gate_up_proj", (2 * spec.inner,), spec.hidden)
+            gate_up = self._parts(f"{at}mlp.gate_up_proj", (2 * config.inner,), config.hidden)
         else:
             heads = [(f"{at}self_attn.{name}_proj", size) for name, size in (("q", query), ("k", key), ("v", key))]
-            qkv = self._joined(heads, inputs, bias=spec.qkv_bias)
-            sides = [(f"{at}mlp.{name}_proj", spec.inner) for name in ("gate", "up")]
-            gate_up = self._joined(sides, spec.hidden, bias=spec.mlp_bias)
+            qkv = self._joined(heads, inputs, bias=config.qkv_bias)
+            sides = [(f"{at}mlp.{name}_proj", config.inner) for name in ("gate", "up")]
+            gate_up = self._joined(sides, config.hidden, bias=config.mlp_bias)
         qkv.weights = [*map(self._rotated_first, qkv.weights[:2]), qkv.weights[2]]
         qkv.biases = [*(None if bias is None else self._rotated_first(bias) for bias in qkv.biases[:2]), qkv.biases[2]]
-        out = self._joined([(f"{at}self_attn.o_proj", spec.hidden)], query, bias=spec.out_bias)
-        down = self._joined([(f"{at}mlp.down_proj", spec.hidden)], spec.inner, bias=spec.mlp_bias)
+        out = self._joined([(f"{at}self_attn.o_proj", config.hidden)], query, bias=config.out_bias)
+        down = self._joined([(f"{at}mlp.down_proj", config.hidden)], config.inner, bias=config.mlp_bias)
         return LayerWeights(qkv, out, gate_up, down, **norms, head_norms=head_norms)
 
     def _norm_names(self) -> list[tuple[str, str]]:
         """Return the norms of hidden states: their fields in LayerWeights and their names in checkpoints."""
-        if not self.spec.post_norms:
+        if not self.config.post_norms:
             return [("input_norm", "input_layernorm"), ("mlp_norm", "post_attention_layernorm")]
         after = [("attention_norm", "post_attention_layernorm"), ("output_norm", "post_feedforward_layernorm")]
-        if not self.spec.pre_norms:
+        if not self.config.pre_norms:
             return after
         return [("input_norm", "input_layernorm"), ("mlp_norm", "pre_feedforward_layernorm"), *after]
 
@@ -208,7 +208,7 @@ class WeightReader:
         Our rotation pairs number k with k + head_dim / 2. Scores do not change when queries and keys are put into
         another order alike. rows: [heads * head_dim, ...] or [head_dim].
         """
-        dim, rotated = self.spec.head_dim, self.spec.rotaries[0].rotated
+        dim, rotated = self.config.head_dim, self.config.rotaries[0].rotated
         if rotated == dim:
             return rows
         half, turned = dim // 2, rotated // 2

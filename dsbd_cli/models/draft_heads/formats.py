@@ -19,9 +19,9 @@ from torch import Tensor
 from dsbd_cli.errors import ModelError, PairError, shorten
 from dsbd_cli.models.checkpoints.checkpoint import Tensors, quiet, read_tensors
 from dsbd_cli.models.checkpoints.generation import read_settings
+from dsbd_cli.models.decoder.config import KNOWN, DecoderConfig, decoder_config_of
 from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
 from dsbd_cli.models.decoder.load import decoder_ops
-from dsbd_cli.models.decoder.spec import KNOWN, DecoderSpec, spec_of
 from dsbd_cli.models.decoder.weights import DecoderWeights, PlainLinear, WeightReader
 from dsbd_cli.models.draft_heads.model import DraftHeadDecoder, Eagle3Decoder, Eagle3Parts, MtpDecoder, MtpParts
 from dsbd_cli.models.forest_model import BaseForestModel
@@ -128,12 +128,14 @@ def read_eagle3(folder: Path, target: BaseForestModel) -> DraftHeadParts:
     _refuse_unknown(layer, {*KNOWN, *IDLE, *(OWN if kind is None else ())})
     if own.get("use_aux_hidden_state") is False:
         raise ModelError("it takes no hidden states of inner layers (use_aux_hidden_state): EAGLE-1 is not known here")
-    spec = layer_spec(layer)
+    decoder_config = layer_config(layer)
     theirs, vocabulary = target.hidden_size, target.vocab_size
     if own.get("target_hidden_size") not in (None, theirs):
         raise PairError(f"it is for a target of width {own['target_hidden_size']}, and the target's is {theirs}")
-    if spec.vocabulary != vocabulary:
-        raise PairError(f"it is for a vocabulary of {spec.vocabulary} tokens, and the target's is {vocabulary}")
+    if decoder_config.vocabulary != vocabulary:
+        raise PairError(
+            f"it is for a vocabulary of {decoder_config.vocabulary} tokens, and the target's is {vocabulary}"
+        )
     tensors = DraftHeadTensors(
         _tensors(folder), lambda name: name.removeprefix("model.").replace("midlayer.", "layers.0.").removesuffix("_")
     )
@@ -141,7 +143,7 @@ def read_eagle3(folder: Path, target: BaseForestModel) -> DraftHeadParts:
     if VERSION in config:  # it names layers as documented
         layers = layers[:1]
     flags = {name: bool(own.get(name)) for name in FLAGS}
-    decoder, ids = _eagle3(tensors, spec, target, len(layers[0]), flags, own.get("draft_vocab_size"))
+    decoder, ids = _eagle3(tensors, decoder_config, target, len(layers[0]), flags, own.get("draft_vocab_size"))
     tensors.refuse_rest(UNUSED)
     kept = "all tokens" if ids is None else f"{len(ids)} of {vocabulary} tokens"
     said = ", ".join(name for name in FLAGS if flags[name])
@@ -162,22 +164,22 @@ def _verifier(config: Mapping[str, Any]) -> str:
 
 def read_mtp(tensors: Tensors, target: DecoderForestModel) -> DraftHeadParts:
     """Read the MTP layer of the target's own checkpoint. Raises ModelError where there is none."""
-    spec, body = target.decoder.spec, target.decoder.weights
-    names, draft_head_tensors = find_mtp(tensors, spec.layers)
-    one_layer = replace(spec, layers=1, windows=(None,), rotary=(spec.rotary[-1],))
+    config, body = target.decoder.config, target.decoder.weights
+    names, draft_head_tensors = find_mtp(tensors, config.layers)
+    one_layer = replace(config, layers=1, windows=(None,), rotary=(config.rotary[-1],))
     reader = WeightReader(one_layer, draft_head_tensors, target.weights_dtype)
     weights = DecoderWeights(
-        body.table, [reader.layer(0)], reader.norm(f"{names.norm}.weight", spec.hidden), body.lm_head, body.dtype
+        body.table, [reader.layer(0)], reader.norm(f"{names.norm}.weight", config.hidden), body.lm_head, body.dtype
     )
     parts = MtpParts(
-        _product(reader, names.fc, 2 * spec.hidden),
+        _product(reader, names.fc, 2 * config.hidden),
         *(
-            reader.norm(f"{name}.weight", spec.hidden).to(target.device)
+            reader.norm(f"{name}.weight", config.hidden).to(target.device)
             for name in (names.token_norm, names.state_norm)
         ),
     )
     if MTP_LM_HEAD in draft_head_tensors:
-        lm_head = reader.tensor(MTP_LM_HEAD, spec.vocabulary, spec.hidden)
+        lm_head = reader.tensor(MTP_LM_HEAD, config.vocabulary, config.hidden)
         weights.lm_head = PlainLinear([lm_head], [None])
     draft_head_tensors.refuse_rest(frozenset(("embed_tokens.weight",)))
     decoder = MtpDecoder(one_layer, weights, _ops(one_layer, target), parts)
@@ -205,7 +207,7 @@ def find_mtp(tensors: Tensors, layers: int) -> tuple[MtpNames, DraftHeadTensors]
 
 def _eagle3(
     tensors: DraftHeadTensors,
-    spec: DecoderSpec,
+    config: DecoderConfig,
     target: BaseForestModel,
     taps: int,
     flags: Mapping[str, bool],
@@ -213,10 +215,10 @@ def _eagle3(
 ) -> tuple[Eagle3Decoder, Tensor | None]:
     """Return the decoder of a head and the tokens of its columns (None: all tokens)."""
     theirs, vocabulary = target.hidden_size, target.vocab_size
-    reader = WeightReader(spec, tensors, target.weights_dtype)
-    table, width = target.embeddings, spec.hidden
+    reader = WeightReader(config, tensors, target.weights_dtype)
+    table, width = target.embeddings, config.hidden
     if "embed_tokens.weight" in tensors:
-        table = reader.tensor("embed_tokens.weight", spec.vocabulary, width).to(target.device)
+        table = reader.tensor("embed_tokens.weight", config.vocabulary, width).to(target.device)
     elif width != theirs:
         raise PairError(f"it has no embeddings and is {width} wide, and the target's are {theirs} wide")
     ids, order = _lm_head_tokens(tensors, vocabulary, rows)
@@ -242,7 +244,7 @@ def _eagle3(
     weights = DecoderWeights(
         table, [reader.layer(0, 2 * width)], reader.norm("norm.weight", width), last, target.weights_dtype
     )
-    decoder = Eagle3Decoder(spec, weights, _ops(spec, target), parts)
+    decoder = Eagle3Decoder(config, weights, _ops(config, target), parts)
     _move_to_target(decoder, target)
     return decoder, ids
 
@@ -293,8 +295,8 @@ def _layer_ids(ids: Any, layers: int, *, speculators: bool) -> tuple[tuple[int, 
     return fitting
 
 
-def layer_spec(settings: Mapping[str, Any]) -> DecoderSpec:
-    """Return the spec of a head's single layer. Raises ModelError."""
+def layer_config(settings: Mapping[str, Any]) -> DecoderConfig:
+    """Return the config of a head's single layer. Raises ModelError."""
     from transformers import AutoConfig
 
     kind = settings.get("model_type", "llama")
@@ -308,12 +310,12 @@ def layer_spec(settings: Mapping[str, Any]) -> DecoderSpec:
     left = {name: value for name, value in settings.items() if name in KNOWN and name not in LEFT_OUT}
     try:
         with quiet():
-            spec = spec_of(AutoConfig.for_model(kind, **left, num_hidden_layers=1))
+            config = decoder_config_of(AutoConfig.for_model(kind, **left, num_hidden_layers=1))
     except Exception as error:  # of transformers' own checks
         raise ModelError(f"its config is wrong: {' '.join(str(error).split())[:160]}") from None
-    if isinstance(spec, str):
-        raise ModelError(spec)
-    return replace(spec, windows=(None,))
+    if isinstance(config, str):
+        raise ModelError(config)
+    return replace(config, windows=(None,))
 
 
 def _refuse_unknown(settings: Mapping[str, Any], read: Collection[str]) -> None:
@@ -323,7 +325,7 @@ def _refuse_unknown(settings: Mapping[str, Any], read: Collection[str]) -> None:
 
 
 def _product(reader: WeightReader, name: str, inputs: int) -> Linear:
-    return PlainLinear([reader.tensor(f"{name}.weight", reader.spec.hidden, inputs)], [None])
+    return PlainLinear([reader.tensor(f"{name}.weight", reader.config.hidden, inputs)], [None])
 
 
 def _move_to_target(decoder: DraftHeadDecoder, target: BaseForestModel) -> None:
@@ -332,8 +334,8 @@ def _move_to_target(decoder: DraftHeadDecoder, target: BaseForestModel) -> None:
     decoder.parts.fc.to(target.device)  # type: ignore[attr-defined]  # a plain one
 
 
-def _ops(spec: DecoderSpec, target: BaseForestModel) -> Any:
-    return decoder_ops(spec, target.device, target.weights_dtype)
+def _ops(config: DecoderConfig, target: BaseForestModel) -> Any:
+    return decoder_ops(config, target.device, target.weights_dtype)
 
 
 def _tensors(folder: Path) -> Tensors:

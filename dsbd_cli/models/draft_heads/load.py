@@ -86,7 +86,7 @@ def _share_rows(model: DecoderDraftHead, ids: Tensor, source: Checkpoint) -> Non
     tables: list[Callable[[], Tensor]] = [lambda: target.embeddings]
     scale = 1.0
     if isinstance(target, DecoderForestModel):
-        theirs, scale = target.decoder.weights.lm_head, target.decoder.spec.logit_scale
+        theirs, scale = target.decoder.weights.lm_head, target.decoder.config.logit_scale
         if isinstance(theirs, DeviceLinear):
             tables.append(lambda: theirs.weight)
         elif source.path.is_dir():

@@ -18,10 +18,10 @@ from torch import Tensor
 from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.errors import ModelError
 from dsbd_cli.models.checkpoints.generation import CheckpointSettings
+from dsbd_cli.models.decoder.config import DecoderConfig
 from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
 from dsbd_cli.models.decoder.forward import Decoder, LayerInputs
 from dsbd_cli.models.decoder.pack import find_outliers, pack_decoder, quantize_decoder
-from dsbd_cli.models.decoder.spec import DecoderSpec
 from dsbd_cli.models.decoder.weights import DecoderWeights, PlainLinear
 from dsbd_cli.models.forest_model import BaseForestModel, ModelSize, StateTap, address, calibration_tokens
 from dsbd_cli.ops import recording, reference
@@ -34,8 +34,8 @@ AFTER_NORM = "it reads the states after the final norm"
 class DraftHeadDecoder(Decoder):
     """A decoder of one layer whose inputs are a token and a state, and whose outputs are logits and a state."""
 
-    def __init__(self, spec: DecoderSpec, weights: DecoderWeights, ops: Ops, parts: Eagle3Parts | MtpParts) -> None:
-        super().__init__(spec, weights, ops)
+    def __init__(self, config: DecoderConfig, weights: DecoderWeights, ops: Ops, parts: Eagle3Parts | MtpParts) -> None:
+        super().__init__(config, weights, ops)
         self.parts = parts
 
     def plain_products(self) -> list[tuple[str, Any, str]]:
@@ -259,7 +259,7 @@ class DecoderDraftHead(BaseDraftHead, DecoderForestModel):
         self._target.tap(self._tap_after(layers))
 
     def _tap_after(self, layers: Sequence[int]) -> StateTap:
-        return StateTap(tuple(layers), self._draft_head.spec.hidden, self._decoder.fuse)
+        return StateTap(tuple(layers), self._draft_head.config.hidden, self._decoder.fuse)
 
     def _run(self, batch: ForestInput, *, logits: bool) -> Tensor | None:
         head, cache = self._draft_head, self._cache

@@ -11,7 +11,7 @@ from dsbd_cli import SamplingConfig
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.errors import UsageError
 from dsbd_cli.lab.bench.methods import METHODS
-from dsbd_cli.lab.bench.prepare import BenchSpec, Prompt
+from dsbd_cli.lab.bench.prepare import BenchConfig, Prompt
 from dsbd_cli.lab.bench.runners import BestAnswer, make_runner
 from dsbd_cli.lab.bench.sweep import plan
 from dsbd_cli.lab.tasks.record import TaskRecord
@@ -25,8 +25,8 @@ def answers(method: str, beams: int, runs: object = None) -> list[BestAnswer]:
     pair = Engine(target, None, NumberCodec(9, (2,)))
     prompts = [Prompt(TaskRecord(f"r{i}", "", "", {}), (i, 3, 4), runs) for i in range(4)]  # type: ignore[arg-type]
     setting = plan([method], {"num_beams": [beams]}).settings[0]
-    spec = BenchSpec((), (setting,), records=4, rounds=1, batch_size=3, sampling=SHORT, seed=5)
-    return make_runner(pair, setting, spec).run(prompts)
+    bench_config = BenchConfig((), (setting,), records=4, rounds=1, batch_size=3, sampling=SHORT, seed=5)
+    return make_runner(pair, setting, bench_config).run(prompts)
 
 
 PICKING = [name for name, method in METHODS.items() if method.pick is not None]

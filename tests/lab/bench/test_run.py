@@ -12,7 +12,7 @@ from dsbd_cli import Engine, Request, SamplingConfig, load
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.errors import UsageError
 from dsbd_cli.io.records.reader import RowReader
-from dsbd_cli.lab.bench.prepare import BenchSpec, prepare
+from dsbd_cli.lab.bench.prepare import BenchConfig, prepare
 from dsbd_cli.lab.bench.run import Bench, BenchPart
 from dsbd_cli.lab.bench.runners import BestAnswer, make_runner
 from dsbd_cli.lab.bench.sweep import SweepSetting, plan
@@ -33,8 +33,8 @@ def pair() -> Engine:
 def bench(pair: Engine, names: list[str], records: int, rounds: int = 1, tasks: tuple[str, ...] = ("qa",)) -> Bench:
     planned = plan(names, {"num_beams": [3]} if names != ["greedy"] else {})
     datasets = [open_dataset(task, None) for task in tasks]
-    spec = BenchSpec(datasets, planned.settings, records, rounds, 8, SAMPLING, notes=planned.notes)
-    return Bench(pair, spec, command=["bench", "--x"])
+    bench_config = BenchConfig(datasets, planned.settings, records, rounds, 8, SAMPLING, notes=planned.notes)
+    return Bench(pair, bench_config, command=["bench", "--x"])
 
 
 def test_a_run_measures_every_method_on_the_same_records(pair: Engine) -> None:
@@ -77,8 +77,8 @@ def test_a_run_measures_every_method_on_the_same_records(pair: Engine) -> None:
 def test_the_time_left_is_told_from_the_first_window(pair: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock is moved by the windows alone: greedy takes 2 s, beam sampling 10 s, everything on sql twice that."""
     now = 0.0
-    spec = bench(pair, ["greedy", "beam-sampling"], records=16, rounds=2, tasks=("qa", "sql"))._spec
-    running = Bench(pair, spec, command=["bench"], clock=lambda: now)
+    bench_config = bench(pair, ["greedy", "beam-sampling"], records=16, rounds=2, tasks=("qa", "sql"))._bench_config
+    running = Bench(pair, bench_config, command=["bench"], clock=lambda: now)
 
     def measure(part: BenchPart, setting: SweepSetting, number: int, window: int) -> None:
         nonlocal now
@@ -133,8 +133,8 @@ def test_records_without_an_answer_are_noted(pair: Engine, tmp_path: Path) -> No
     path = tmp_path / "x.jsonl"
     path.write_text('{"prompt": "question:"}\n{"id": "b", "prompt": "question:", "token_rules": "timestamps=1"}\n')
     settings = plan(["greedy", "beam-search"], {}).settings
-    spec = BenchSpec([jsonl_dataset(path, rows=RowReader(SAMPLING))], settings, 2, 1, 8, SAMPLING)
-    report = Bench(pair, spec, command=["bench"]).run()
+    bench_config = BenchConfig([jsonl_dataset(path, rows=RowReader(SAMPLING))], settings, 2, 1, 8, SAMPLING)
+    report = Bench(pair, bench_config, command=["bench"]).run()
     assert [row.failed for row in report.rows] == [1, 1]
     assert (
         "x.jsonl: records without an answer, which count as wrong: greedy 1, beam-search 1; the first: record b: "
@@ -177,9 +177,9 @@ def test_lines_are_answered_as_generate_answers_them(pair: Engine, name: str, tm
     rows = RowReader(SAMPLING, seed=3)
     dataset = jsonl_dataset(path, rows=rows)
     (setting,) = plan([name], {}).settings
-    spec = BenchSpec([dataset], [setting], 9, 1, 8, SAMPLING, seed=3)
+    bench_config = BenchConfig([dataset], [setting], 9, 1, 8, SAMPLING, seed=3)
     (prompts,) = prepare(dataset, pair.codec, 9, 8, None, SAMPLING).windows
-    found = make_runner(pair, setting, spec).run(prompts)
+    found = make_runner(pair, setting, bench_config).run(prompts)
     lines = path.read_bytes().splitlines()
     requests = [rows.read(line, index=place, number=place + 1).request for place, line in enumerate(lines)]
     assert isinstance(setting.config, MethodConfig)
@@ -197,9 +197,9 @@ def test_transformers_keeps_to_a_line_s_own_options(pair: Engine, tmp_path: Path
     path.write_text("".join(json.dumps(row) + "\n" for row in some))
     dataset = jsonl_dataset(path, rows=RowReader(SAMPLING))
     (setting,) = plan(["hf-greedy"], {}).settings
-    spec = BenchSpec([dataset], [setting], 9, 1, 8, SAMPLING)
+    bench_config = BenchConfig([dataset], [setting], 9, 1, 8, SAMPLING)
     (prompts,) = prepare(dataset, pair.codec, 9, 8, None, SAMPLING).windows
-    runner = make_runner(pair, setting, spec)
+    runner = make_runner(pair, setting, bench_config)
     found = runner.run(prompts)
     greedy = Engine(pair.target, None, pair.codec, MethodConfig(rule="search", num_beams=1, depth=0))
     options = [replace(prompt.sampling(SAMPLING, {}), temperature=1.0, top_k=50) for prompt in prompts]

@@ -15,7 +15,7 @@ from benchmarks.peers.engines import CTranslateConfig, CTranslatePeer, LlamaConf
 from dsbd_cli import MethodConfig, ModelSpec, Request, SamplingConfig, load
 from dsbd_cli.errors import ModelError, UsageError
 from dsbd_cli.lab.bench.methods import METHODS
-from dsbd_cli.lab.bench.prepare import BenchSpec, Prompt
+from dsbd_cli.lab.bench.prepare import BenchConfig, Prompt
 from dsbd_cli.lab.bench.runners import make_runner
 from dsbd_cli.lab.bench.sweep import SweepSetting, plan
 from dsbd_cli.lab.tasks.record import TaskRecord
@@ -25,8 +25,8 @@ PROMPTS = ("question: what did Nesen do\nanswer:\n", "passage: Kivel was a weave
 GREEDY = MethodConfig(rule="search", num_beams=1, depth=0)
 
 
-def spec(sampling: SamplingConfig) -> BenchSpec:
-    return BenchSpec((), (), records=2, rounds=1, batch_size=1, sampling=sampling)
+def bench_config(sampling: SamplingConfig) -> BenchConfig:
+    return BenchConfig((), (), records=2, rounds=1, batch_size=1, sampling=sampling)
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ def test_llama_cpp_itself_gives_the_answers_of_ours(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("dsbd_cli.lab.bench.sweep.METHODS", {**METHODS, **engines.METHODS})
     monkeypatch.setattr("dsbd_cli.lab.bench.runners.METHODS", {**METHODS, **engines.METHODS})
     found = plan(["llama-cpp-greedy"], {}).settings[0]
-    runner = make_runner(own, found, spec(sampling), max(map(len, ids)))
+    runner = make_runner(own, found, bench_config(sampling), max(map(len, ids)))
     asked = [Prompt(TaskRecord(str(n), prompt, "", {}), tuple(ids[n])) for n, prompt in enumerate(prompts)]
     answers = runner.run(asked)
     ours = [one.hypotheses[0] for one in own.run([Request(prompt, sampling=sampling) for prompt in prompts])]
@@ -134,10 +134,10 @@ def test_a_target_or_package_that_does_not_fit_is_named(engine: Any, monkeypatch
     wrong = SweepSetting("llama-cpp-greedy", "", LlamaConfig("greedy"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModelError, match="llama-cpp-greedy: it needs a package: pip install xllamacpp"):
-        make_runner(engine, wrong, spec(sampling))
+        make_runner(engine, wrong, bench_config(sampling))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     with pytest.raises(ModelError, match="llama-cpp-greedy: it reads a GGUF file, but --target is builtin:target"):
-        make_runner(engine, wrong, spec(sampling))
+        make_runner(engine, wrong, bench_config(sampling))
 
 
 def test_the_command_is_bench_with_more_methods(

@@ -24,9 +24,9 @@ from dsbd_cli.models.checkpoints.generation import CheckpointSettings
 from dsbd_cli.models.checks.invariance import Surroundings, _logits
 from dsbd_cli.models.checks.selftest import self_test
 from dsbd_cli.models.decoder import load as decoder_load
+from dsbd_cli.models.decoder.config import DecoderConfig, decoder_config_of
 from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
 from dsbd_cli.models.decoder.forward import Decoder
-from dsbd_cli.models.decoder.spec import DecoderSpec, spec_of
 from dsbd_cli.models.decoder.weights import PlainLinear, read_weights
 from dsbd_cli.ops import reference
 from dsbd_cli.ops.interface import Ops
@@ -43,8 +43,8 @@ WITHOUT_PRODUCTS = ("norm", "gated", "rotate")
 def forest_of(family: str, *kernels: str, **changes: Any) -> DecoderForestModel:
     """A decoder whose operations are those kernels, and plain torch elsewhere."""
     model = build_decoder(family, **changes)
-    spec, state = spec_of(model.config), model.state_dict()
-    assert isinstance(spec, DecoderSpec)
+    spec, state = decoder_config_of(model.config), model.state_dict()
+    assert isinstance(spec, DecoderConfig)
     tensors = {name: partial(state.__getitem__, name) for name in state}
     ops = Ops(**triton_ops(kernels))
     weights = read_weights(spec, tensors, torch.float32)
@@ -163,7 +163,7 @@ def test_kernels_of_layers_that_fail_are_left_out(fault: str, tmp_path: Path, mo
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder, asked = save_decoder(tmp_path / "model", build_decoder("llama")), list[frozenset[str]]()
 
-    def ops_for(spec: DecoderSpec, device: Any, dtype: Any, kernels: frozenset[str]) -> Ops:
+    def ops_for(spec: DecoderConfig, device: Any, dtype: Any, kernels: frozenset[str]) -> Ops:
         asked.append(kernels)
         return Ops(norm=norm, rotate=rotate) if "gated" in kernels else Ops()
 

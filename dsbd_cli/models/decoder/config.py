@@ -1,8 +1,8 @@
-"""Read a config into a DecoderSpec: a standard decoder in numbers. Configs that are not known here are left to
+"""Read a config into a DecoderConfig: a standard decoder in numbers. Configs that are not known here are left to
 transformers.
 
 The standard decoder: RMS norms, rotary positions, grouped attention, a gated MLP. Families differ in the numbers and
-switches of a `DecoderSpec`, and in the names of their tensors (weights.py).
+switches of a `DecoderConfig`, and in the names of their tensors (weights.py).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Rotary:
 
 
 @dataclass(frozen=True, slots=True)
-class DecoderSpec:
+class DecoderConfig:
     """A standard decoder in numbers.
 
     Attributes:
@@ -121,14 +121,14 @@ class DecoderSpec:
     wide_rotary: bool = False
 
     @classmethod
-    def from_json(cls, fields_of_spec: Mapping[str, Any]) -> DecoderSpec:
-        """Return the spec whose `dataclasses.asdict` went through JSON. Raises TypeError for another version's."""
+    def from_json(cls, fields_of_config: Mapping[str, Any]) -> DecoderConfig:
+        """Return the config whose `dataclasses.asdict` went through JSON. Raises TypeError for another version's."""
         rotaries = [
             Rotary(**{**rotary, "frequencies": None if rotary["frequencies"] is None else tuple(rotary["frequencies"])})
-            for rotary in fields_of_spec["rotaries"]
+            for rotary in fields_of_config["rotaries"]
         ]
-        lists = {name: tuple(fields_of_spec[name]) for name in ("windows", "rotary")}
-        return cls(**{**fields_of_spec, **lists, "rotaries": tuple(rotaries)})
+        lists = {name: tuple(fields_of_config[name]) for name in ("windows", "rotary")}
+        return cls(**{**fields_of_config, **lists, "rotaries": tuple(rotaries)})
 
     @property
     def kinds(self) -> tuple[int | None, ...]:
@@ -140,8 +140,8 @@ class _UnknownError(Exception):
     """The config asks for something that is not known here."""
 
 
-def spec_of(config: Any) -> DecoderSpec | str:
-    """Return the spec of a transformers (text) config, or the reason why there is none."""
+def decoder_config_of(config: Any) -> DecoderConfig | str:
+    """Return the DecoderConfig of a transformers (text) config, or the reason why there is none."""
     family = config.model_type
     if family not in FAMILIES:
         return f"{family} is no standard decoder that is known here"
@@ -152,7 +152,7 @@ def spec_of(config: Any) -> DecoderSpec | str:
     if strange:
         return f"its config says {strange[0]} = {changed[strange[0]]!r}, which is not known here"
     try:
-        return DecoderSpec(**{**_common(config), **FAMILIES[family](config)})
+        return DecoderConfig(**{**_common(config), **FAMILIES[family](config)})
     except _UnknownError as error:
         return str(error)
     except Exception as error:  # settings of wrong types, for transformers to refuse
