@@ -400,7 +400,7 @@ def _int8(family: str, size: int, dtype: torch.dtype, tokenizer: PreTrainedToken
 
 def _promise(target: BaseForestModel) -> None:
     """As load_model does."""
-    target.keep_states_in(torch.float64)
+    target.keep_recurrent_states_in(torch.float64)
     found = check(target)
     target.trust(found.varies, found.copies)
 

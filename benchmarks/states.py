@@ -130,7 +130,7 @@ def costs(name: str, precision: str, length: int, nodes: list[int], repeats: int
     pack(made)
     with clock.over_scans():
         model = CausalForestModel(made, name)
-    model.keep_states_in(PRECISIONS[precision])
+    model.keep_recurrent_states_in(PRECISIONS[precision])
     for path, module in made.named_modules():
         if isinstance(module, torch.nn.Linear | PackedLinear) and "lm_head" not in path:
             module.forward = clock.timed("products", module.forward)  # type: ignore[method-assign]
@@ -163,8 +163,8 @@ def costs(name: str, precision: str, length: int, nodes: list[int], repeats: int
                     **{f"{kind}_ms": value for kind, value in middle.items()},
                     "share": statistics.median(run["scans"] / run["products"] for run in found[1:]),
                     # one state whatever W; transformers holds W
-                    "state_bytes": model.state_bytes(0),
-                    "suffix_bytes": model.state_bytes(SUFFIX + count) - model.state_bytes(0),
+                    "state_bytes": model.recurrent_bytes(0),
+                    "suffix_bytes": model.recurrent_bytes(SUFFIX + count) - model.recurrent_bytes(0),
                 }
             )
             model.release()
@@ -193,10 +193,10 @@ def speeds(name: str, layers: int, depth: int, count: int, tokens: int, rounds: 
     for made in (large, small):
         pack(made)
     target, draft = CausalForestModel(large, name), CausalForestModel(small, f"{name}, first layers")
-    target.keep_states_in(torch.float64)
+    target.keep_recurrent_states_in(torch.float64)
     target.invariant = check(target).varies is None
     if not target.invariant:
-        target.keep_states_in(torch.float32)
+        target.keep_recurrent_states_in(torch.float32)
     generator = torch.Generator().manual_seed(1)
     prompts = torch.randint(3, target.vocab_size, (count, PROMPT), generator=generator)
     texts: dict[str, list[tuple[int, ...]]] = {}

@@ -183,7 +183,7 @@ class ForestModel(Protocol):
         """Return the bytes of keys and values that one token holds over all layers; 0 for models without a cache."""
         ...
 
-    def state_bytes(self, window: int) -> int:
+    def recurrent_bytes(self, window: int) -> int:
         """Return the bytes that a row holds whatever its length, with `window` slots past its common prefix; 0 without
         recurrent layers."""
         ...

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from dsbd_cli.models.kv_cache import STATES, KVCache, PlaneLayout
+from dsbd_cli.models.kv_cache import HIDDEN_STATES, KVCache, PlaneLayout
 
 
 class ForestLayer(CacheLayerMixin):
@@ -74,5 +74,5 @@ class ForestCache(KVCache, Cache):
     def _bind(self) -> None:
         super()._bind()
         for number, side in self._plane_layouts:
-            if number != STATES:
+            if number != HIDDEN_STATES:
                 setattr(self.layers[number], "values" if side else "keys", self._planes.get((number, side)))

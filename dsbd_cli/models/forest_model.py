@@ -49,13 +49,13 @@ def address(tensor: Tensor) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class StateTap:
-    """State that each forward stores in the slots of its nodes, where a draft head reads it.
+class HiddenStateTap:
+    """Hidden states that each forward stores in the slots of its nodes, where a draft head reads them.
 
     Attributes:
         layers: numbers of layers after which hidden states are taken; empty: they are taken after the final norm.
-        width: H of a state.
-        fuse: joins hidden states [R, n, H'], one for each of these places, to a state [R, n, H].
+        width: H of what is stored.
+        fuse: joins hidden states [R, n, H'], one for each of these places, to one [R, n, H].
     """
 
     layers: tuple[int, ...]
@@ -127,7 +127,7 @@ class BaseForestModel:
         self._stock: Any = None
         self._device, self._cache = device, cache
         self._metadata: AttentionMetadata | None = None  # of the last forward, where its slots were split
-        self._tap: StateTap | None = None
+        self._tap: HiddenStateTap | None = None
         self._dtype, self._width = torch.float32, 0
         self._lm_head_ids: Tensor | None = None
         self.copies_prefixes = True
@@ -303,11 +303,12 @@ class BaseForestModel:
         self._cache.copy_prefixes(copies)
 
     def kv_bytes_per_slot(self) -> int:
-        """Return the bytes of one token's keys and values over all layers, and of its state where there is a tap."""
+        """Return the bytes of one token's keys and values over all layers, and of its hidden state where there is a
+        tap."""
         return self._cache.bytes_per_slot
 
-    def tap(self, tap: StateTap | None) -> None:
-        """Store states in the slots from the next forward on, as `tap` describes; None: store them no longer.
+    def tap(self, tap: HiddenStateTap | None) -> None:
+        """Store hidden states in the slots from the next forward on, as `tap` describes; None: store them no longer.
 
         Raises ModelError where another head reads the states already, UnsupportedModelError where the model does not
         give hidden states.
@@ -316,29 +317,29 @@ class BaseForestModel:
             raise ModelError(f"a head reads the states of {self.name!r} already: load the model once for each head")
         self._tap = tap
         if tap is not None:
-            self._cache.add_states(PlaneLayout(1, tap.width, self.weights_dtype, self._device))
+            self._cache.add_hidden_states(PlaneLayout(1, tap.width, self.weights_dtype, self._device))
 
     @property
-    def states(self) -> Tensor:
-        """The states of all slots [R', S', H], where there is a tap."""
-        return self._cache.states
+    def hidden_states(self) -> Tensor:
+        """The hidden states of all slots [R', S', H], where there is a tap."""
+        return self._cache.hidden_states
 
-    def _leave_states(self, taken: list[Tensor]) -> None:
+    def _store_hidden_states(self, taken: list[Tensor]) -> None:
         """Fuse hidden states [R, n, H'] as the tap says and write the result to the slots of the nodes that have just
         run."""
         write = self._cache.under_way
         assert write is not None
         assert self._tap is not None
         made = self._tap.fuse(taken).flatten(0, 1)
-        self.states.flatten(0, 1).index_copy_(0, write.flat, made.to(self.states.dtype))
+        self.hidden_states.flatten(0, 1).index_copy_(0, write.flat, made.to(self.hidden_states.dtype))
 
-    def keep_states_in(self, precision: torch.dtype) -> None:
+    def keep_recurrent_states_in(self, precision: torch.dtype) -> None:
         """Hold recurrent states, where the model has any, in this dtype. It is called before `reserve`."""
 
-    def state_bytes(self, window: int) -> int:
+    def recurrent_bytes(self, window: int) -> int:
         """Return the bytes of a row's recurrent states and of the inputs of `window` slots past its common prefix; 0
         for a model with attention layers alone."""
-        return self._cache.bytes_of_states(window)
+        return self._cache.recurrent_bytes(window)
 
     def use_ops(self, ops: Ops) -> None:
         """Move slots by these operations from now on. `move` may then be given only what an iteration gives it: source

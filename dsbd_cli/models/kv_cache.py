@@ -18,7 +18,7 @@ from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.ops.interface import Ops
 from dsbd_cli.ops.memory import zeros
 
-STATES = -1  # used as the layer number of the plane of states that a draft head reads
+HIDDEN_STATES = -1  # used as the layer number of the plane of hidden states that a draft head reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,16 +96,16 @@ class KVCache:
 
     @property
     def bytes_per_slot(self) -> int:
-        """Bytes of one token's keys and values over all layers, and of its state where there is one; 0 while no shapes
-        are known."""
+        """Bytes of one token's keys and values over all layers, and of its hidden state where there is one; 0 while no
+        shapes are known."""
         return sum(layout.bytes_per_slot for layout in self._plane_layouts.values())
 
     @property
     def attending(self) -> int:
         """Number of layers that hold keys and values."""
-        return len({layer for layer, _ in self._plane_layouts} - {STATES})
+        return len({layer for layer, _ in self._plane_layouts} - {HIDDEN_STATES})
 
-    def bytes_of_states(self, window: int) -> int:
+    def recurrent_bytes(self, window: int) -> int:
         """Return the bytes that a row holds in addition to keys and values, whatever its length
         (recurrent/states.py)."""
         return 0
@@ -191,19 +191,19 @@ class KVCache:
         assert not self.slots
         self._plane_layouts = {(number, side): pair[side] for number, pair in enumerate(layers) for side in (0, 1)}
 
-    def add_states(self, layout: PlaneLayout) -> None:
+    def add_hidden_states(self, layout: PlaneLayout) -> None:
         """Add one more vector to each slot: a state, which is moved and copied with the slot's keys and values."""
-        replaced = self._plane_layouts.get((STATES, 0))
-        self._plane_layouts[STATES, 0] = layout
+        replaced = self._plane_layouts.get((HIDDEN_STATES, 0))
+        self._plane_layouts[HIDDEN_STATES, 0] = layout
         if replaced is not None and not self._members(replaced):
             self._slabs.pop(replaced, None)
         self._grow(layout)
         self._bind()
 
     @property
-    def states(self) -> Tensor:
-        """The states of all slots [R', S', H], a view."""
-        return self._planes[STATES, 0].flatten(2)
+    def hidden_states(self) -> Tensor:
+        """The hidden states of all slots [R', S', H], a view."""
+        return self._planes[HIDDEN_STATES, 0].flatten(2)
 
     def write(self, plane: Tensor, states: Tensor) -> Tensor:
         """Write states [R, H, n, E] to the nodes' slots of a plane [R', S', H, E]; return its active slots [R, H, S,

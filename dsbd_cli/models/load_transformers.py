@@ -36,14 +36,14 @@ def load_transformers(checkpoint: Checkpoint) -> Loaded:
     wanted = spec.role == "target" and spec.numerics == "invariant"
     try:
         forest = _forest(checkpoint, model, ranks)
-        forest.keep_states_in(torch.float64 if wanted else torch.float32)
+        forest.keep_recurrent_states_in(torch.float64 if wanted else torch.float32)
         tested = self_test(forest)
         if spec.quantize is not None:  # after the test, whose limits are those of the checkpoint's own rounding
             _quantize(forest, checkpoint)
         verdict = check(forest) if wanted else Verdict(verdicts.UNASKED)
         notes = forest.trust(verdict.varies, verdict.copies)
         if not forest.invariant:
-            forest.keep_states_in(torch.float32)
+            forest.keep_recurrent_states_in(torch.float32)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{checkpoint.name}: {error}") from error
     if trimmed := installed(model):

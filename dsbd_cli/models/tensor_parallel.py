@@ -35,7 +35,7 @@ from dsbd_cli.errors import ModelError, UnsupportedModelError, UsageError
 from dsbd_cli.models.cache import ForestCache
 from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
 from dsbd_cli.models.checkpoints.loader import load
-from dsbd_cli.models.recurrent.states import StateCache
+from dsbd_cli.models.recurrent.states import RecurrentCache
 from dsbd_cli.models.transformers_backend.causal import CausalForestModel
 
 TIMEOUT = timedelta(hours=2)  # of a collective: weights load at different speeds
@@ -204,7 +204,7 @@ class ShardedForestModel(CausalForestModel):
 
     def _new_cache(self, device: torch.device) -> ForestCache:
         cache = super()._new_cache(device)
-        if isinstance(cache, StateCache):
+        if isinstance(cache, RecurrentCache):
             raise UnsupportedModelError(
                 f"{self.architecture} has recurrent layers, which tensor_parallel does not split"
             )

@@ -15,7 +15,7 @@ from torch import Tensor
 from dsbd_cli.engine.cache.prefill import prefill
 from dsbd_cli.engine.planning.memory_limit import free_bytes
 from dsbd_cli.engine.protocols import ForestInput, ForestModel
-from dsbd_cli.models.forest_model import BaseForestModel, StateTap
+from dsbd_cli.models.forest_model import BaseForestModel, HiddenStateTap
 from dsbd_cli.train.target_answers import AnswerTokens
 
 TOP = 64
@@ -60,7 +60,7 @@ class Teacher:
         """layers: numbers of target layers after which states are taken. ids: [C], tokens of the head. kept_bytes: of
         the distributions that are kept, at most; None: a third of the free memory."""
         self._target, self._ids = target, ids.to(target.device)
-        self._tap = StateTap(tuple(layers), len(layers) * target.hidden_size, lambda taken: torch.cat(taken, -1))
+        self._tap = HiddenStateTap(tuple(layers), len(layers) * target.hidden_size, lambda taken: torch.cat(taken, -1))
         self._left = free_bytes(torch.device("cpu")) // KEPT_SHARE if kept_bytes is None else kept_bytes
         self._kept: dict[AnswerTokens, TopDistribution] = {}
 
@@ -83,7 +83,7 @@ class Teacher:
             for logits in answer_logits(target, answer):
                 logs = logits[:, self._ids].log_softmax(-1).topk(min(TOP, len(self._ids)), -1)
                 parts.append((logs.indices.to(torch.int32).cpu(), logs.values.cpu()))
-            states = target.states[0, : len(answer.text)].cpu().clone()
+            states = target.hidden_states[0, : len(answer.text)].cpu().clone()
         finally:
             target.release()
             target.tap(None)

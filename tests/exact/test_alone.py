@@ -30,8 +30,8 @@ from dsbd_cli.engine.core.noise import extend_path, path_gumbel, stream_keys
 from dsbd_cli.engine.core.topk import NEG_INF
 from dsbd_cli.engine.drafting.base import Endings
 from dsbd_cli.engine.drafting.beam import NoDrafter
+from dsbd_cli.engine.iteration.batch_state import BatchState, NewRow
 from dsbd_cli.engine.iteration.iteration import IterationShape
-from dsbd_cli.engine.iteration.state import BatchState, NewRow
 from dsbd_cli.engine.iteration.stepper import Stepper
 from dsbd_cli.engine.iteration.token_logprobs import TokenTrace
 from dsbd_cli.engine.iteration.verify_forest import verify_forest

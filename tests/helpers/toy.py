@@ -92,7 +92,7 @@ class _SlotModel:
         """Eight: one int64 token."""
         return self._tokens.element_size()
 
-    def state_bytes(self, window: int) -> int:
+    def recurrent_bytes(self, window: int) -> int:
         """Nothing but tokens."""
         return 0
 

@@ -69,7 +69,7 @@ class TableLM:
     def kv_bytes_per_slot(self) -> int:
         return 0
 
-    def state_bytes(self, window: int) -> int:
+    def recurrent_bytes(self, window: int) -> int:
         return 0
 
 

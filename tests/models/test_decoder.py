@@ -40,7 +40,7 @@ from dsbd_cli.models.decoder import decoder_model
 from dsbd_cli.models.decoder import load as decoder_load
 from dsbd_cli.models.decoder.config import DecoderConfig, decoder_config_of
 from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
-from dsbd_cli.models.forest_model import BaseForestModel, StateTap, unsupported
+from dsbd_cli.models.forest_model import BaseForestModel, HiddenStateTap, unsupported
 from dsbd_cli.models.load_model import load_model
 from dsbd_cli.models.transformers_backend.causal import CausalForestModel
 from dsbd_cli.models.verdicts import Verdict
@@ -190,7 +190,7 @@ def test_hidden_states_are_those_of_transformers(name: str, programs: bool, load
         taken[:] = states
         return states[0]
 
-    forest.tap(StateTap((0, 1, 3), forest.hidden_size, fuse))
+    forest.tap(HiddenStateTap((0, 1, 3), forest.hidden_size, fuse))
     with eager(forest, programs=programs):
         for _ in range(2):  # a program is run when it is built, and again
             forest.reserve(1, 64)

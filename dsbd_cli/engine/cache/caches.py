@@ -59,7 +59,7 @@ class Caches:
         )
         self.slots = self.window = 0
         self.observer = CacheObserver()
-        self._recurrent = any(model.state_bytes(0) for model in self.models)
+        self._recurrent = any(model.recurrent_bytes(0) for model in self.models)
         self._slot_step, self._window_step = (128, 64) if large_steps else (32, 16)
         self._moving = moving
         self._reserved: tuple[int, ...] | None = None  # `_reserved_key` after the last `reserve`
@@ -94,7 +94,7 @@ class Caches:
     def draft_rests(self) -> bool:
         """Whether the draft model is recurrent. Then it is cheaper to read tokens that it missed in one piece than one
         by one."""
-        return self.draft is not None and self.draft.state_bytes(0) > 0
+        return self.draft is not None and self.draft.recurrent_bytes(0) > 0
 
     def reserve(self, rows: int, slots: int, window: int) -> None:
         """Reserve memory for a new batch, with slots and window rounded up. The memory of the last batch is used again
@@ -141,7 +141,7 @@ class Caches:
         The system hands out more than it has, and ends the process when it is written to. A GPU refuses by itself.
         """
         here = [model for model in self.models if model.device.type == "cpu"]
-        wanted = rows * sum(slots * model.kv_bytes_per_slot() + model.state_bytes(window) for model in here)
+        wanted = rows * sum(slots * model.kv_bytes_per_slot() + model.recurrent_bytes(window) for model in here)
         if here and wanted > ROOM * free_bytes(CPU, files=True):
             raise MemoryError(f"caches of {rows} rows and {slots} slots take {wanted} bytes")
 

@@ -22,8 +22,8 @@ from dsbd_cli.engine.constraints.stops import StopSet, StopTable
 from dsbd_cli.engine.core.candidates import CandidateCount, top_candidates
 from dsbd_cli.engine.drafting.base import Endings
 from dsbd_cli.engine.drafting.beam import BeamDrafter
+from dsbd_cli.engine.iteration.batch_state import BatchState, NewRow
 from dsbd_cli.engine.iteration.iteration import IterationShape
-from dsbd_cli.engine.iteration.state import BatchState, NewRow
 from dsbd_cli.engine.iteration.stepper import Stepper
 from dsbd_cli.engine.planning.planner import Shape
 from dsbd_cli.engine.planning.timing import PhaseTimer
@@ -53,7 +53,7 @@ class _TableModel:
     def move(self, src_slots: Tensor, dst_slots: Tensor, common_prefix: Tensor) -> None:
         """Do nothing, because there is no cache."""
 
-    def state_bytes(self, window: int) -> int:
+    def recurrent_bytes(self, window: int) -> int:
         """Return 0, because there are no states."""
         return 0
 

@@ -18,10 +18,10 @@ from dsbd_cli.engine.core.own_ids import OwnIds
 from dsbd_cli.engine.decoding.tables import RequestTables
 from dsbd_cli.engine.drafting.beam import MERGED_BACKLOG
 from dsbd_cli.engine.drafting.text import PromptTable
+from dsbd_cli.engine.iteration.batch_state import BatchState, NewRow
 from dsbd_cli.engine.iteration.devices import current
 from dsbd_cli.engine.iteration.iteration import IterationShape
 from dsbd_cli.engine.iteration.request_state import RequestState
-from dsbd_cli.engine.iteration.state import BatchState, NewRow
 from dsbd_cli.engine.planning.planner import DraftWork, Shape, deepest
 from dsbd_cli.engine.planning.timing import PhaseTimer
 from dsbd_cli.ops.interface import host_reads

@@ -20,8 +20,8 @@ from dsbd_cli.engine.constraints.stops import find_stop
 from dsbd_cli.engine.core.beams import Finished
 from dsbd_cli.engine.core.report import LayerCounters, RowCounters
 from dsbd_cli.engine.core.topk import NEG_INF
+from dsbd_cli.engine.iteration.batch_state import BatchState
 from dsbd_cli.engine.iteration.request_state import RequestState
-from dsbd_cli.engine.iteration.state import BatchState
 from dsbd_cli.engine.iteration.token_logprobs import TokenTrace, token_details
 from dsbd_cli.engine.protocols import AnswerCodec, EncoderDecoderCodec, TextCodec
 from dsbd_cli.errors import InvalidRowError, NumericalError, RowError, plural

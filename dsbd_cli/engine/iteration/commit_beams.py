@@ -13,8 +13,8 @@ from dsbd_cli.engine.core.noise import extend_path
 from dsbd_cli.engine.core.slots import compact
 from dsbd_cli.engine.core.topk import NEG_INF
 from dsbd_cli.engine.drafting.base import Endings
+from dsbd_cli.engine.iteration.batch_state import BatchState
 from dsbd_cli.engine.iteration.finished import Live
-from dsbd_cli.engine.iteration.state import BatchState
 from dsbd_cli.engine.iteration.verify_forest import VerifiedForest
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from dsbd_cli.engine.core.forest import Forest
 from dsbd_cli.engine.core.report import LayerCounters
 from dsbd_cli.engine.core.topk import NEG_INF, best_first
-from dsbd_cli.engine.iteration.state import BatchState, Limits
+from dsbd_cli.engine.iteration.batch_state import BatchState, Limits
 from dsbd_cli.engine.verify.base import LayerDraws, LayerView
 
 

@@ -20,11 +20,11 @@ from dsbd_cli.engine.core.forest_buffer import ForestBuffer, ForestSizes, Kernel
 from dsbd_cli.engine.core.own_ids import KEPT
 from dsbd_cli.engine.drafting.base import DraftContext, Drafter, Endings
 from dsbd_cli.engine.drafting.beam import MERGED_BACKLOG, run
+from dsbd_cli.engine.iteration.batch_state import BatchState
 from dsbd_cli.engine.iteration.commit_beams import best_only, commit_beams, pack_counters
 from dsbd_cli.engine.iteration.finished import Live
 from dsbd_cli.engine.iteration.iteration_kernels import commit_with_kernel, verification_kernel, verify_with_kernel
 from dsbd_cli.engine.iteration.observer import Observer
-from dsbd_cli.engine.iteration.state import BatchState
 from dsbd_cli.engine.iteration.verify_forest import VerifiedForest, verify_forest
 from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.engine.verify.base import Rule

@@ -12,9 +12,9 @@ from dsbd_cli.engine.core.forest import Forest
 from dsbd_cli.engine.core.forest_buffer import warp_flags
 from dsbd_cli.engine.core.report import LayerCounters
 from dsbd_cli.engine.drafting.base import Endings
+from dsbd_cli.engine.iteration.batch_state import BatchState
 from dsbd_cli.engine.iteration.commit_beams import nodes_run
 from dsbd_cli.engine.iteration.finished import Live
-from dsbd_cli.engine.iteration.state import BatchState
 from dsbd_cli.engine.iteration.verify_forest import VerifiedForest
 from dsbd_cli.engine.verify.base import Rule
 from dsbd_cli.ops.interface import Ops

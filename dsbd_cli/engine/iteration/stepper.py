@@ -12,10 +12,10 @@ from dsbd_cli.engine.cache.caches import Caches
 from dsbd_cli.engine.constraints.legal import Constraint, acting
 from dsbd_cli.engine.core.report import LayerCounters, Report, RowCounters
 from dsbd_cli.engine.drafting.base import Drafter, Endings
+from dsbd_cli.engine.iteration.batch_state import BatchState
 from dsbd_cli.engine.iteration.cuda_graphs import IterationGraphs, shapes
 from dsbd_cli.engine.iteration.iteration import DeviceReport, Iteration, IterationShape
 from dsbd_cli.engine.iteration.observer import Observer
-from dsbd_cli.engine.iteration.state import BatchState
 from dsbd_cli.engine.planning.timing import PhaseTimer
 from dsbd_cli.engine.verify.base import Rule
 from dsbd_cli.ops.interface import Ops

@@ -19,9 +19,9 @@ from dsbd_cli.engine.core.nodes import at_nodes
 from dsbd_cli.engine.core.noise import path_gumbel
 from dsbd_cli.engine.core.topk import NEG_INF
 from dsbd_cli.engine.drafting.base import Endings
+from dsbd_cli.engine.iteration.batch_state import BatchState
 from dsbd_cli.engine.iteration.finished import Live, counters, progress_of, stack_layers, verified
 from dsbd_cli.engine.iteration.observer import Observer
-from dsbd_cli.engine.iteration.state import BatchState
 from dsbd_cli.engine.verify.base import DraftedLayer, LayerDraws, LayerView, Rule
 from dsbd_cli.engine.verify.rejection import draft_log_probs_at
 from dsbd_cli.engine.verify.width import expected_width

@@ -98,7 +98,7 @@ def fitting_rows(
     device = models[0].device
     here = [model for model in models if model.device == device]
     row = slots * sum(model.kv_bytes_per_slot() for model in here) + nodes * models[0].vocab_size * LOGIT_BYTES
-    row += sum(model.state_bytes(3 * nodes) for model in here)  # a suffix is seldom longer than that
+    row += sum(model.recurrent_bytes(3 * nodes) for model in here)  # a suffix is seldom longer than that
     row += beside
     available = free_bytes(device) if free is None else free
     return max(1, min(int(SHARE * available) // max(row, 1), MOST_ROWS.get(device.type, 16)))

@@ -13,7 +13,7 @@ from dsbd_cli.engine.core.noise import seed_key
 from dsbd_cli.engine.drafting.base import DraftContext
 from dsbd_cli.engine.iteration.observer import Observer
 from dsbd_cli.engine.verify.base import LayerDraws, LayerView
-from dsbd_cli.lab.reports.profile_data import NodeState, ShownForest, ShownNode
+from dsbd_cli.lab.reports.profile_data import NodeOutcome, ShownForest, ShownNode
 
 
 @dataclass(slots=True)
@@ -90,7 +90,7 @@ class Snapshot(Observer):
                     continue
                 index, parent = forest.offset(number) + at, parents[at]
                 pair = (parent, token)
-                state = "root" if number == 0 else _state(above, index, pair)
+                state = "root" if number == 0 else _outcome(above, index, pair)
                 p = above.distribution.get(pair, 0.0) if above is not None and parent in above.live else None
                 q = math.exp(log_q[at]) if at < len(log_q) else None
                 index_of[index] = len(nodes)
@@ -105,7 +105,7 @@ class Snapshot(Observer):
         return ShownForest(prompt_id, self.number, rule, forest.num_beams, verified, forest.depth, tuple(nodes))
 
 
-def _state(above: _Layer | None, index: int, pair: tuple[int, int]) -> NodeState:
+def _outcome(above: _Layer | None, index: int, pair: tuple[int, int]) -> NodeOutcome:
     """Return what became of a drafted node. above: the verified layer that decides on it; None where none does."""
     if above is None:
         return "unreached"
@@ -125,7 +125,7 @@ def _undrafted(
     shown nodes. names: texts of the tokens, by id.
     """
     ended = sorted(layer.finished - drafted, key=lambda pair: -layer.distribution[pair])
-    drawn: list[tuple[NodeState, list[tuple[int, int]]]] = [("completed", layer.completed), ("finished", ended)]
+    drawn: list[tuple[NodeOutcome, list[tuple[int, int]]]] = [("completed", layer.completed), ("finished", ended)]
     return [
         ShownNode(names[pair[1]], number, index_of[pair[0]], state, layer.distribution[pair], None)
         for state, pairs in drawn

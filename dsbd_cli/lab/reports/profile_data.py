@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
-NodeState = Literal["root", "accepted", "rejected", "dead", "completed", "finished", "unreached"]
+NodeOutcome = Literal["root", "accepted", "rejected", "dead", "completed", "finished", "unreached"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ class ShownNode:
     token: str
     layer: int
     parent: int | None
-    state: NodeState
+    state: NodeOutcome
     p: float | None
     q: float | None
     proposer: str | None = None

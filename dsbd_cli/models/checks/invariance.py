@@ -114,7 +114,7 @@ def check(model: BaseForestModel) -> Verdict:
         for company in COMPANIES:
             # a prompt alone is read by the same forward each time, so that once is enough, but for recurrent layers,
             # whose states have moved on
-            logits = _logits(model, company, read=company.rows > 1 or model.state_bytes(0) > 0)
+            logits = _logits(model, company, read=company.rows > 1 or model.recurrent_bytes(0) > 0)
             if not torch.equal(logits, alone):
                 moved = (logits.double() - alone.double()).abs().max().item()
                 return Verdict(f"logits moved by up to {moved:.1g} {company}")

@@ -17,7 +17,7 @@ from torch import Tensor
 from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.errors import UnsupportedModelError
 from dsbd_cli.models.forest_model import BaseForestModel, SelfTestReport, unsupported
-from dsbd_cli.models.recurrent.states import StateCache
+from dsbd_cli.models.recurrent.states import RecurrentCache
 from dsbd_cli.models.transformers_backend.seq2seq import Seq2SeqForestModel, sample_encoder_input
 from dsbd_cli.models.verdicts import LIMITS, PADDING, TIMES_ROUNDING, limit_for
 
@@ -58,7 +58,7 @@ def self_test(model: BaseForestModel) -> SelfTestReport:
 
     Raises UnsupportedModelError in one sentence where they disagree or the model refuses.
     """
-    by_kernel = model.state_bytes(0) and StateCache.has_kernel(model.device)
+    by_kernel = model.recurrent_bytes(0) and RecurrentCache.has_kernel(model.device)
     total = (LONG_PROMPT if by_kernel else PROMPT) + len(PARENTS)
     generator = torch.Generator().manual_seed(20)
     tokens = torch.randint(0, model.vocab_size, (total,), generator=generator).to(model.device)
@@ -87,7 +87,7 @@ def self_test(model: BaseForestModel) -> SelfTestReport:
         return _checked(model, logits, expected[nodes], lambda: separate(PADDING)[nodes], cause)
 
     report = checked(packed, slice(None), "attention or position by cache slot")
-    if model.state_bytes(0):
+    if model.recurrent_bytes(0):
         with unsupported(model.architecture):
             grown, nodes = _in_production_order(model, tokens)
         report = max(report, checked(grown, nodes, "recurrent states"), key=lambda checks: checks.largest_error)

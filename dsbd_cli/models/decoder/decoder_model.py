@@ -23,7 +23,7 @@ from dsbd_cli.models.attention.metadata import LayerMask, Reading
 from dsbd_cli.models.attention.views import LayerViews, MaskView, View, prompt_kernel, view_of
 from dsbd_cli.models.checkpoints.generation import CheckpointSettings, checkpoint_rules
 from dsbd_cli.models.decoder.forward import Decoder, LayerInputs
-from dsbd_cli.models.forest_model import BaseForestModel, ModelSize, StateTap, address
+from dsbd_cli.models.forest_model import BaseForestModel, HiddenStateTap, ModelSize, address
 from dsbd_cli.models.kv_cache import KVCache, PlaneLayout
 from dsbd_cli.ops import recording
 from dsbd_cli.ops.interface import Ops
@@ -185,7 +185,7 @@ class DecoderForestModel(BaseForestModel):
         forest.attention = self.attention
         return forest
 
-    def tap(self, tap: StateTap | None) -> None:
+    def tap(self, tap: HiddenStateTap | None) -> None:
         super().tap(tap)  # a new tap moves the cache's memory, which ends all programs
         self._watched = frozenset() if tap is None else frozenset(tap.layers)
 
@@ -239,7 +239,7 @@ class DecoderForestModel(BaseForestModel):
         inputs = LayerInputs(write.flat, self._angles_at(batch.positions), self._attention(batch, "prefix"))
         results = self._results(batch, hidden, inputs, logits)
         if self._tap is not None:
-            self._leave_states([results.hidden_states[number] for number in self._tap.layers] or [results.last])
+            self._store_hidden_states([results.hidden_states[number] for number in self._tap.layers] or [results.last])
         return None if results.product is None else decoder.logits(results.product, results.last, batch.own_ids)
 
     def _results(self, batch: ForestInput, hidden: Tensor, inputs: LayerInputs, logits: bool) -> _Results:

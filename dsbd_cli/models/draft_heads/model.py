@@ -1,7 +1,7 @@
 """A draft head over a packed forest: one layer that reads, for each node, its token and the state of its parent.
 
-A state is a vector in a slot of the target's cache. For a node that the target has run it is made of the target's
-hidden states. For a drafted node it is the head's own guess, which the target's next forward overwrites.
+A state here is the hidden state in a slot of the target's cache. For a node that the target has run it is made of the
+target's hidden states. For a drafted node it is the head's own guess, which the target's next forward overwrites.
 
 Letters: R rows, n nodes, S slots, H width of a state and of the head, T hidden width of the target.
 """
@@ -23,7 +23,7 @@ from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
 from dsbd_cli.models.decoder.forward import Decoder, LayerInputs
 from dsbd_cli.models.decoder.pack import find_outliers, pack_decoder, quantize_decoder
 from dsbd_cli.models.decoder.weights import DecoderWeights, PlainLinear
-from dsbd_cli.models.forest_model import BaseForestModel, ModelSize, StateTap, address, calibration_tokens
+from dsbd_cli.models.forest_model import BaseForestModel, HiddenStateTap, ModelSize, address, calibration_tokens
 from dsbd_cli.ops import recording, reference
 from dsbd_cli.ops.interface import Linear, Ops
 from dsbd_cli.ops.reference import Norm
@@ -210,14 +210,14 @@ class BaseDraftHead(BaseForestModel):
     def _guess(self, batch: ForestInput, guesses: Tensor) -> None:
         """Write the guesses [R, n, H] of nodes to their slots, except for nodes that the target has run."""
         late = batch.late
-        self._target.states[_rows(batch), batch.slots[:, late:]] = guesses[:, late:]
+        self._target.hidden_states[_rows(batch), batch.slots[:, late:]] = guesses[:, late:]
 
     def _parents(self, batch: ForestInput) -> Tensor:
         """Return the state [R, n, H] in the slot of each node's parent; zero where it has none."""
         # positions along a path follow one another, and no two slots of a path share one
         before = batch.mask & (batch.slot_positions[:, None] == batch.positions[..., None] - 1)
         seen, slot = before.to(torch.int8).max(-1)
-        return torch.where(seen.unsqueeze(-1) > 0, self._target.states[_rows(batch), slot], 0)
+        return torch.where(seen.unsqueeze(-1) > 0, self._target.hidden_states[_rows(batch), slot], 0)
 
 
 class DecoderDraftHead(BaseDraftHead, DecoderForestModel):
@@ -258,8 +258,8 @@ class DecoderDraftHead(BaseDraftHead, DecoderForestModel):
         self._target.tap(None)
         self._target.tap(self._tap_after(layers))
 
-    def _tap_after(self, layers: Sequence[int]) -> StateTap:
-        return StateTap(tuple(layers), self._draft_head.config.hidden, self._decoder.fuse)
+    def _tap_after(self, layers: Sequence[int]) -> HiddenStateTap:
+        return HiddenStateTap(tuple(layers), self._draft_head.config.hidden, self._decoder.fuse)
 
     def _run(self, batch: ForestInput, *, logits: bool) -> Tensor | None:
         head, cache = self._draft_head, self._cache

@@ -19,7 +19,7 @@ from dsbd_cli.errors import ModelError, one_line
 from dsbd_cli.models.checkpoints.checkpoint import Tensors, quiet
 from dsbd_cli.models.draft_heads.formats import MTP_LM_HEAD, DraftHeadTensors, MtpNames, find_mtp
 from dsbd_cli.models.draft_heads.model import AFTER_NORM, BaseDraftHead, without_first
-from dsbd_cli.models.forest_model import BaseForestModel, ModelSize, StateTap, address
+from dsbd_cli.models.forest_model import BaseForestModel, HiddenStateTap, ModelSize, address
 from dsbd_cli.models.transformers_backend.base import LAST
 from dsbd_cli.models.transformers_backend.causal import CausalForestModel
 from dsbd_cli.models.transformers_backend.patching import pack, quantize
@@ -39,10 +39,10 @@ class TransformersDraftHead(BaseDraftHead, CausalForestModel):
 
     def __init__(self, target: BaseForestModel, model: Any, name: str, form: str) -> None:
         self._target, self.form = target, f"{form}; {AFTER_NORM}"
-        target.tap(StateTap((), target.hidden_size, lambda taken: taken[0]))
+        target.tap(HiddenStateTap((), target.hidden_size, lambda taken: taken[0]))
         super().__init__(model, name)
         target.release()
-        self._hook_states(())
+        self._hook_hidden_states(())
 
     @property
     def architecture(self) -> str:
@@ -76,7 +76,7 @@ class TransformersDraftHead(BaseDraftHead, CausalForestModel):
     def _run(self, batch: ForestInput, *, logits: bool) -> Tensor | None:
         output = super()._run(batch, logits=logits)
         if output is not None:
-            self._guess(batch, self._noted_states[LAST])
+            self._guess(batch, self._noted_hidden_states[LAST])
         return output
 
 

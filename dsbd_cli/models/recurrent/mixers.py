@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dsbd_cli.models.recurrent.states import StateCache
+from dsbd_cli.models.recurrent.states import RecurrentCache
 
 CONVOLUTION = "causal_conv1d_fn"
 
@@ -71,14 +71,14 @@ def _code(module: nn.Module) -> Any:
 
 def _ours_or_stock(ours: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        cache = StateCache.current()
+        cache = RecurrentCache.current()
         return stock(*args, **kwargs) if cache is None else ours(cache, *args, **kwargs)
 
     return call
 
 
 def _convolution(
-    cache: StateCache,
+    cache: RecurrentCache,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -91,7 +91,7 @@ def _convolution(
 
 
 def _mamba2(
-    cache: StateCache,
+    cache: RecurrentCache,
     x: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -113,7 +113,7 @@ def _mamba2(
 
 
 def _delta(
-    cache: StateCache,
+    cache: RecurrentCache,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -135,7 +135,7 @@ def _delta(
 
 
 def _mamba(
-    cache: StateCache,
+    cache: RecurrentCache,
     x: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -165,7 +165,7 @@ def _mamba(
 
 
 def _grouped(
-    cache: StateCache, q: Tensor, k: Tensor, v: Tensor, group: int, near: Tensor | None, far: Tensor | None
+    cache: RecurrentCache, q: Tensor, k: Tensor, v: Tensor, group: int, near: Tensor | None, far: Tensor | None
 ) -> Tensor:
     # q, k, v: [R, n, H, P]; near, far: [1]
     y = cache.grouped(q.device, group).grouped(
@@ -174,7 +174,7 @@ def _grouped(
     return y.to(q.dtype)
 
 
-def _steps(cache: StateCache, dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
+def _steps(cache: RecurrentCache, dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
     """Return step sizes [..., channels]. softplus is computed in the states' precision, because in float32 torch
     computes the last few numbers of a tensor with another exp."""
     dt = dt if bias is None else dt + bias.to(dt.dtype)
@@ -193,11 +193,11 @@ class _Functions:
         return getattr(nn.functional, name)
 
     def softplus(self, x: Tensor) -> Tensor:
-        cache = StateCache.current()
+        cache = RecurrentCache.current()
         return nn.functional.softplus(x) if cache is None else _softplus(x, cache.precision)
 
 
-def _unit(x: Tensor, cache: StateCache) -> Tensor:
+def _unit(x: Tensor, cache: RecurrentCache) -> Tensor:
     wide = x.to(cache.precision)
     return (wide * torch.rsqrt((wide * wide).sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
 

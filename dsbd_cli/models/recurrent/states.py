@@ -32,10 +32,10 @@ from dsbd_cli.models.recurrent.tail import Shift, TailBuffer
 
 Memory = TypeVar("Memory", bound=LayerMemory)
 
-_current: ContextVar[StateCache | None] = ContextVar("current", default=None)
+_current: ContextVar[RecurrentCache | None] = ContextVar("current", default=None)
 
 
-class StateCache(TailCache):
+class RecurrentCache(TailCache):
     """A cache with the memory of recurrent layers, behind the interface that transformers' mixers expect.
 
     base: [R] int64, leading slots whose tokens the states hold.
@@ -49,7 +49,7 @@ class StateCache(TailCache):
         self._calls = 0
 
     @staticmethod
-    def current() -> StateCache | None:
+    def current() -> RecurrentCache | None:
         """Return the cache whose forward is under way; None outside one, where mixers run as transformers wrote
         them."""
         return _current.get()
@@ -114,7 +114,7 @@ class StateCache(TailCache):
         for memory in self.memories.values():
             memory.keep_in(precision)
 
-    def bytes_of_states(self, window: int) -> int:
+    def recurrent_bytes(self, window: int) -> int:
         """Return the bytes of a row, without keys and values, with `window` places. They do not grow with the text."""
         return sum(memory.bytes_of_row(window) for memory in self.memories.values())
 

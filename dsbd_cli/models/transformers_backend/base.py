@@ -23,8 +23,8 @@ from dsbd_cli.models.cache import ForestCache
 from dsbd_cli.models.checkpoints.generation import checkpoint_rules, positions_of
 from dsbd_cli.models.forest_model import (
     BaseForestModel,
+    HiddenStateTap,
     ModelSize,
-    StateTap,
     address,
     calibration_tokens,
     unsupported,
@@ -108,13 +108,13 @@ class TransformersForestModel(BaseForestModel):
         with unsupported(self.architecture):
             use_grouped_attention(model)
         self._waits_for_host = False
-        self._noted_states: dict[int, Tensor] = {}  # hidden states of the last forward, by layers before them
+        self._noted_hidden_states: dict[int, Tensor] = {}  # hidden states of the last forward, by layers before them
         self._hooks: list[RemovableHandle] = []
         logits = self._probe()
         if self.kv_bytes_per_slot():
             self._mask_dtype = self._cache.dtype
         # a state holds the whole text before it, not a token
-        self.copies_prefixes = bool(self.kv_bytes_per_slot()) and not self.state_bytes(0)
+        self.copies_prefixes = bool(self.kv_bytes_per_slot()) and not self.recurrent_bytes(0)
         self._dtype = logits.dtype
         self._width = logits.shape[-1]
 
@@ -221,17 +221,17 @@ class TransformersForestModel(BaseForestModel):
         """Run the random tokens by which `quantize` finds outliers."""
         self.plain(calibration_tokens(len(self.embeddings), self.max_positions))
 
-    def tap(self, tap: StateTap | None) -> None:
+    def tap(self, tap: HiddenStateTap | None) -> None:
         stack = getattr(self._body, "layers", None)
         if tap is not None and tap.layers and not (isinstance(stack, nn.ModuleList) and len(stack) == self.layer_count):
             raise UnsupportedModelError(f"{self.architecture} has no plain list of layers to take hidden states after")
         super().tap(tap)
         for hook in self._hooks:
             hook.remove()
-        self._noted_states.clear()
-        self._hooks = [] if tap is None else self._hook_states(tap.layers)
+        self._noted_hidden_states.clear()
+        self._hooks = [] if tap is None else self._hook_hidden_states(tap.layers)
 
-    def _hook_states(self, layers: tuple[int, ...]) -> list[RemovableHandle]:
+    def _hook_hidden_states(self, layers: tuple[int, ...]) -> list[RemovableHandle]:
         """Register and return hooks that note hidden states after these numbers of layers in each forward; empty: after
         the final norm."""
 
@@ -247,7 +247,7 @@ class TransformersForestModel(BaseForestModel):
         def keep(number: int, hidden: Tensor) -> None:
             if hidden.dim() != 3 or hidden.shape[-1] != self.hidden_size:
                 raise UnsupportedModelError(f"{self.architecture} has layers that give no plain hidden states")
-            self._noted_states[number] = hidden
+            self._noted_hidden_states[number] = hidden
 
         if not layers:
             return [self._body.register_forward_hook(note(LAST))]
@@ -278,7 +278,7 @@ class TransformersForestModel(BaseForestModel):
     def _run(self, batch: ForestInput, *, logits: bool) -> Tensor | None:
         output = self._call(self._model if logits else self._body, batch)
         if self._tap is not None:
-            self._leave_states([self._noted_states[number] for number in self._tap.layers or (LAST,)])
+            self._store_hidden_states([self._noted_hidden_states[number] for number in self._tap.layers or (LAST,)])
         values: Tensor | None = output.logits if logits else None
         return values
 
@@ -303,7 +303,7 @@ class TransformersForestModel(BaseForestModel):
             with HostReadCounter() as reads:
                 output = self._call(self._model, ForestInput(zero, zero, zero, mask, zero))
             self._waits_for_host = bool(reads.counts)
-            if not self.kv_bytes_per_slot() and not self.state_bytes(0):
+            if not self.kv_bytes_per_slot() and not self.recurrent_bytes(0):
                 raise ValueError("it keeps neither keys and values nor a state that is known here")
         self.release()
         logits: Tensor = output.logits

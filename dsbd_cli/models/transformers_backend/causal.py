@@ -13,7 +13,7 @@ from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.errors import UnsupportedModelError
 from dsbd_cli.models.cache import ForestCache
 from dsbd_cli.models.recurrent.mixers import REFUSED, bind, has_mixers
-from dsbd_cli.models.recurrent.states import StateCache
+from dsbd_cli.models.recurrent.states import RecurrentCache
 from dsbd_cli.models.transformers_backend.attention import attention_over
 from dsbd_cli.models.transformers_backend.base import MaskPlan, TransformersForestModel
 
@@ -28,12 +28,12 @@ class CausalForestModel(TransformersForestModel):
         if not has_mixers(self._model):
             return ForestCache()
         bind(self._model)
-        return StateCache(device)
+        return RecurrentCache(device)
 
-    def keep_states_in(self, precision: torch.dtype) -> None:
+    def keep_recurrent_states_in(self, precision: torch.dtype) -> None:
         """Hold recurrent states, and sum over them, in this dtype. It is called before `reserve`. In float64 the order
         of a sum, which depends on the drafts, does not reach a float32 result."""
-        if isinstance(self._cache, StateCache):
+        if isinstance(self._cache, RecurrentCache):
             self._cache.keep_in(precision)
 
     @cached_property
@@ -43,7 +43,7 @@ class CausalForestModel(TransformersForestModel):
         return "cache_params" in inspect.signature(type(self._model).forward).parameters
 
     def _masks_wanted(self) -> MaskPlan:
-        return MaskPlan.of(self._config, recurrent=isinstance(self._cache, StateCache))
+        return MaskPlan.of(self._config, recurrent=isinstance(self._cache, RecurrentCache))
 
     def _call(self, runner: Any, batch: ForestInput, embedded: Tensor | None = None) -> Any:
         """Return the output of `runner` for the nodes of a batch. embedded: [R, n, H], takes the place of the

@@ -26,7 +26,7 @@ from dsbd_cli.engine.decoding.encode import Encoder
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.decoding.results import text_of
 from dsbd_cli.engine.iteration import finished
-from dsbd_cli.engine.iteration.state import Limits
+from dsbd_cli.engine.iteration.batch_state import Limits
 from dsbd_cli.errors import InvalidRowError, UsageError
 from dsbd_cli.models.tokenizer import HFCodec
 from dsbd_cli.models.transformers_backend.causal import CausalForestModel

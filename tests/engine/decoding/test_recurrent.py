@@ -19,7 +19,7 @@ from dsbd_cli.engine.cache.caches import Caches
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.planning.planner import Shape
 from dsbd_cli.engine.protocols import ForestInput
-from dsbd_cli.models.recurrent.states import StateCache
+from dsbd_cli.models.recurrent.states import RecurrentCache
 from dsbd_cli.models.transformers_backend.causal import CausalForestModel
 from dsbd_cli.requests import Request
 from tests.engine.decoding.test_transformers import found, prompts
@@ -89,7 +89,7 @@ SUMMED = [
 def test_search_is_transformers_beam_search(family: str, by_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """All hypotheses of six prompts of two lengths, in batches of four without a draft, and of three with one, and of
     two prompts one at a time; by kernels of a CPU, and one family of each kind by tensor code."""
-    monkeypatch.setattr(StateCache, "has_kernel", staticmethod(lambda device: by_kernel))
+    monkeypatch.setattr(RecurrentCache, "has_kernel", staticmethod(lambda device: by_kernel))
     generator = torch.Generator().manual_seed(4)
     batch = [torch.randint(3, V, (4 + 5 * (i % 2),), generator=generator).tolist() for i in range(6)]
     want = expected(family, batch)

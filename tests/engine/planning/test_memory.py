@@ -25,7 +25,7 @@ class Sized:
     def kv_bytes_per_slot(self) -> int:
         return 2048
 
-    def state_bytes(self, window: int) -> int:
+    def recurrent_bytes(self, window: int) -> int:
         return 1000 + 10 * window
 
 

@@ -23,7 +23,7 @@ from dsbd_cli.models.load_model import load_model
 from dsbd_cli.models.pair import LoadedPair, load_pair
 from dsbd_cli.models.recurrent import mixers
 from dsbd_cli.models.recurrent.linear_state import LinearState
-from dsbd_cli.models.recurrent.states import StateCache
+from dsbd_cli.models.recurrent.states import RecurrentCache
 from dsbd_cli.models.transformers_backend import patching
 from dsbd_cli.models.transformers_backend.causal import CausalForestModel
 from dsbd_cli.models.transformers_backend.patching import pack
@@ -101,11 +101,11 @@ def test_recurrent_layers_keep_their_bits(name: str, by_kernel: bool, monkeypatc
 
     In kernels of a CPU, and in the tensor code of a GPU, of which each kind of state needs one family.
     """
-    monkeypatch.setattr(StateCache, "has_kernel", staticmethod(lambda device: by_kernel))
+    monkeypatch.setattr(RecurrentCache, "has_kernel", staticmethod(lambda device: by_kernel))
     model = build(name, **RECURRENT_SIZES[name])
     pack(model)
     forest = CausalForestModel(model, name)
-    forest.keep_states_in(torch.float64)
+    forest.keep_recurrent_states_in(torch.float64)
     assert check(forest).varies is None
 
 
@@ -127,12 +127,12 @@ def narrow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("break_it", [corrections_in_float32, narrow_steps])
 def test_mutants_of_recurrent_layers_are_found(break_it: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the check at load, and both cures: without them the bits of Qwen3.5 move."""
-    monkeypatch.setattr(StateCache, "has_kernel", staticmethod(lambda device: False))
+    monkeypatch.setattr(RecurrentCache, "has_kernel", staticmethod(lambda device: False))
     break_it(monkeypatch)
     model = build("qwen3.5", **DELTA)
     pack(model)
     forest = CausalForestModel(model, "qwen3.5")
-    forest.keep_states_in(torch.float64)
+    forest.keep_recurrent_states_in(torch.float64)
     assert check(forest).varies is not None
 
 
@@ -171,7 +171,7 @@ def test_experts_of_the_library_are_not_trusted(packed: bool, monkeypatch: pytes
     model = build("qwen3-next").to(torch.bfloat16)
     pack(model)
     forest = CausalForestModel(model, "qwen3-next")
-    forest.keep_states_in(torch.float64)
+    forest.keep_recurrent_states_in(torch.float64)
     assert (check(forest).varies is None) == packed
 
 

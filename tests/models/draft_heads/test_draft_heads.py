@@ -30,7 +30,7 @@ from dsbd_cli.engine.protocols import DraftHeadModel, ForestInput
 from dsbd_cli.models.checkpoints.checkpoint import Checkpoint, open_pair
 from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
 from dsbd_cli.models.draft_heads.model import DecoderDraftHead
-from dsbd_cli.models.forest_model import StateTap
+from dsbd_cli.models.forest_model import HiddenStateTap
 from dsbd_cli.models.load_model import load_model
 from dsbd_cli.models.pair import load_pair
 from dsbd_cli.ops.cpu.int8 import Int8Product
@@ -124,7 +124,7 @@ class Watch(Observer):
 
     def drafted(self, context: DraftContext, forest: Forest) -> None:
         table, beams = context.buffer.table, context.beams
-        states = self.head.target.states
+        states = self.head.target.hidden_states
         texts: dict[tuple[int, int], list[int]] = {}
         for row, root in beams.valid.nonzero().tolist():
             prefix = int(table.common_prefix[row])
@@ -302,11 +302,11 @@ def test_no_text_depends_on_the_taps(loaded: Loads) -> None:
     plain = answers(engine_of(untapped, None, "search", 4))
     assert answers(engine_of(pair.target, head, "search", 4)) == plain
     assert isinstance(untapped, DecoderForestModel)
-    untapped.tap(StateTap((2,), 64, lambda taken: taken[0]))  # programs that were built without it are dropped
+    untapped.tap(HiddenStateTap((2,), 64, lambda taken: taken[0]))  # programs that were built without it are dropped
     assert answers(engine_of(untapped, None, "search", 4)) == plain
-    assert untapped.states.any()
+    assert untapped.hidden_states.any()
     untapped.tap(None)
-    untapped.tap(StateTap((2,), 32, lambda taken: taken[0][..., :32]))
+    untapped.tap(HiddenStateTap((2,), 32, lambda taken: taken[0][..., :32]))
     cache = untapped._cache
     held = sum(slab.nbytes for slab in cache._slabs.values())
     assert held == untapped.kv_bytes_per_slot() * cache.rows * cache.slots, "the former states are freed"
@@ -355,7 +355,7 @@ def test_what_the_engine_sees(loaded: Loads) -> None:
     assert head.size.held_bytes < pair.target.size.held_bytes / 2  # the embeddings are the target's
     pair.target.release()
     head.reserve(1, 8)  # alone, as `dsbd profile` runs a draft
-    assert pair.target.states.shape[1:] == (8, 64)
+    assert pair.target.hidden_states.shape[1:] == (8, 64)
     head.release()
     assert pair.draft_form.startswith("EAGLE-3, speculators form, 78 of 97 tokens, norm_before_residual; ")
     assert not any("EAGLE" in note for note in pair.notes)  # which are warnings of each run
@@ -372,19 +372,19 @@ def test_a_state_goes_where_its_slot_goes(loaded: Loads) -> None:
     mask = (torch.arange(3) <= torch.arange(3)[:, None]).expand(2, -1, -1)
     target.forward(ForestInput(tokens, places, places, mask, places, torch.tensor([0, 2]), chain=True), logits=False)
     truth = [formula.truth(text) for text in tokens.tolist()]
-    assert apart(target.states[0, :3], truth[0]) <= 1e-5
-    assert apart(target.states[2, :3], truth[1]) <= 1e-5
+    assert apart(target.hidden_states[0, :3], truth[0]) <= 1e-5
+    assert apart(target.hidden_states[2, :3], truth[1]) <= 1e-5
     target.copy_prefixes([(2, 1, 2)])
-    assert torch.equal(target.states[1, :2], target.states[2, :2])
+    assert torch.equal(target.hidden_states[1, :2], target.hidden_states[2, :2])
     target.reserve(4, 40)
-    assert apart(target.states[2, :3], truth[1]) <= 1e-5
+    assert apart(target.hidden_states[2, :3], truth[1]) <= 1e-5
     target.move(torch.tensor([[2], [0], [0], [0]]), torch.tensor([[1], [0], [0], [0]]), torch.zeros(4))
-    assert torch.equal(target.states[0, 1], target.states[0, 2])
+    assert torch.equal(target.hidden_states[0, 1], target.hidden_states[0, 2])
     target.select_rows(torch.tensor([2, 0]))
-    assert apart(target.states[0, :3], truth[1]) <= 1e-5
+    assert apart(target.hidden_states[0, :3], truth[1]) <= 1e-5
     target.clear(0, 1)
-    assert apart(target.states[0, :1], truth[1][:1]) <= 1e-5
-    assert not target.states[0, 1:].any()
+    assert apart(target.hidden_states[0, :1], truth[1][:1]) <= 1e-5
+    assert not target.hidden_states[0, 1:].any()
     target.release()
 
 

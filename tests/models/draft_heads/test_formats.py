@@ -20,7 +20,7 @@ from dsbd_cli.models.checkpoints.checkpoint import Checkpoint, open_pair
 from dsbd_cli.models.draft_heads import load as heads
 from dsbd_cli.models.draft_heads.formats import is_draft_head
 from dsbd_cli.models.draft_heads.load import load_draft_head
-from dsbd_cli.models.forest_model import StateTap
+from dsbd_cli.models.forest_model import HiddenStateTap
 from dsbd_cli.models.load_model import load_model
 from dsbd_cli.models.pair import load_pair
 from tests.helpers.checkpoints import numbers, save
@@ -267,7 +267,7 @@ def test_one_head_reads_a_target(target: Any, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"a head reads the states of .* already"):
         read(place, target)
     target.tap(None)
-    target.tap(StateTap((1,), 64, lambda taken: taken[0]))
+    target.tap(HiddenStateTap((1,), 64, lambda taken: taken[0]))
 
 
 @pytest.mark.parametrize("source", ["mtp", "eagle3"])

@@ -22,7 +22,7 @@ from dsbd_cli.models.checkpoints.checkpoint import Checkpoint, open_pair
 from dsbd_cli.models.draft_heads.load import load_draft_head
 from dsbd_cli.models.draft_heads.model import DecoderDraftHead
 from dsbd_cli.models.draft_heads.transformers_mtp import TransformersDraftHead
-from dsbd_cli.models.forest_model import StateTap
+from dsbd_cli.models.forest_model import HiddenStateTap
 from dsbd_cli.models.load_model import load_model
 from dsbd_cli.models.pair import load_pair
 from dsbd_cli.models.transformers_backend.base import LAST
@@ -216,7 +216,7 @@ def test_a_layer_that_is_too_small_for_int8(loaded: Loads) -> None:
     with pytest.raises(UsageError, match=r"the target's own MTP layer has no linear layer of .* or more: drop it"):
         load_draft_head(*open_pair(spec_for(target.name), spec), target)
     target.tap(None)
-    target.tap(StateTap((), 64, lambda taken: taken[0]))  # as it was
+    target.tap(HiddenStateTap((), 64, lambda taken: taken[0]))  # as it was
 
 
 def test_what_the_engine_sees(loaded: Loads) -> None:
@@ -236,7 +236,7 @@ def test_what_the_engine_sees(loaded: Loads) -> None:
     own = sum(one.nbytes for name, one in held.items() if name.startswith("mtp."))
     assert own <= head.size.held_bytes < own + 4 * V * 64  # embeddings and LM head are the target's
     with pytest.raises(ModelError, match="a head reads the states of"):
-        target.tap(StateTap((), 64, lambda taken: taken[0]))
+        target.tap(HiddenStateTap((), 64, lambda taken: taken[0]))
 
 
 @pytest.mark.parametrize(
@@ -288,6 +288,6 @@ def test_a_head_of_its_own(tmp_path: Path) -> None:
     for head in (tensors["lm_head.weight"].clone(), own):
         save_file({**tensors, name: head}, folder / "model.safetensors")
         draft: Any = load_pair(*open_pair(spec_for(folder), spec_for("mtp", "draft"))).draft
-        said.append((draft.read(tokens)[0, -1], draft._noted_states[LAST][0, -1]))
+        said.append((draft.read(tokens)[0, -1], draft._noted_hidden_states[LAST][0, -1]))
     assert apart(said[0][0], said[0][1] @ tensors["lm_head.weight"].T) <= 1e-5
     assert apart(said[1][0], said[1][1] @ own.T) <= 1e-5

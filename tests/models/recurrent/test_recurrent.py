@@ -18,7 +18,7 @@ from dsbd_cli.models.checks.selftest import self_test
 from dsbd_cli.models.recurrent import linear_state
 from dsbd_cli.models.recurrent.linear_state import GroupedState, LinearState
 from dsbd_cli.models.recurrent.memory import LayerMemory, SelectiveState
-from dsbd_cli.models.recurrent.states import StateCache
+from dsbd_cli.models.recurrent.states import RecurrentCache
 from dsbd_cli.models.recurrent.tail import Shift, TailBuffer
 from dsbd_cli.models.transformers_backend.causal import CausalForestModel
 from dsbd_cli.ops.cpu.kernels import scan
@@ -31,13 +31,13 @@ MIXED = ("mamba2", "qwen3.5", "kimi-linear", "lfm2", "mamba", "linearised")  # o
 @pytest.fixture
 def by_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether recurrent layers run as kernels of a CPU; otherwise as tensor code."""
-    monkeypatch.setattr(StateCache, "has_kernel", staticmethod(lambda device: bool(request.param)))
+    monkeypatch.setattr(RecurrentCache, "has_kernel", staticmethod(lambda device: bool(request.param)))
     return bool(request.param)
 
 
 def summed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Recurrent layers run as tensor code."""
-    monkeypatch.setattr(StateCache, "has_kernel", staticmethod(lambda device: False))
+    monkeypatch.setattr(RecurrentCache, "has_kernel", staticmethod(lambda device: False))
 
 
 @pytest.mark.parametrize("by_kernel", BY_KERNEL, ids=["walked", "summed"], indirect=True)
@@ -67,7 +67,7 @@ def test_accepts_halves(name: str, dtype: torch.dtype, by_kernel: bool) -> None:
     forest = CausalForestModel(build(name).to(dtype), name)
     report = self_test(forest)
     assert report.median_error < report.limit / 2
-    assert isinstance(forest._cache, StateCache)
+    assert isinstance(forest._cache, RecurrentCache)
     for memory in forest._cache.memories.values():
         assert memory.state is None or memory.state.dtype == torch.float32
         assert all(memory.planes[name].dtype == torch.float32 for name in ("k", "u", "g") if name in memory.planes)
@@ -128,14 +128,14 @@ def uncorrected(patch: pytest.MonkeyPatch) -> None:
 
 
 def base_not_cleared(patch: pytest.MonkeyPatch) -> None:
-    clear = StateCache.clear
+    clear = RecurrentCache.clear
 
-    def keep_base(self: StateCache, row: int) -> None:
+    def keep_base(self: RecurrentCache, row: int) -> None:
         base = self.base[row].clone()
         clear(self, row)
         self.base[row] = base
 
-    patch.setattr(StateCache, "clear", keep_base)
+    patch.setattr(RecurrentCache, "clear", keep_base)
 
 
 def common_prefix_inputs_lost(patch: pytest.MonkeyPatch) -> None:
@@ -250,12 +250,12 @@ def test_a_row_holds_one_state_whatever_its_length(by_kernel: bool) -> None:
     kernel = 3 * 3 * (64 + 2 * 2 * 16) * 4  # three inputs of a convolution stay from the common prefix
     inputs = scan.LEAD * 3 * (2 * 16 + 8 * 8 + decays) * 4 if by_kernel else 0  # of tokens that a kernel's state lacks
     for window in (0, 24, 96):
-        assert forest.state_bytes(window) == state + kernel + inputs + (window + 1) * place
+        assert forest.recurrent_bytes(window) == state + kernel + inputs + (window + 1) * place
     forest.reserve(2, 1000, 24)
     cache = forest._cache
-    assert isinstance(cache, StateCache)
+    assert isinstance(cache, RecurrentCache)
     held = sum(t.numel() * t.element_size() for memory in cache.memories.values() for t in memory.tensors())
-    assert held == 2 * forest.state_bytes(24)
+    assert held == 2 * forest.recurrent_bytes(24)
     forest.release()
     assert not any(t.numel() for memory in cache.memories.values() for t in memory.tensors())
 
@@ -264,7 +264,7 @@ def test_nan_of_a_failed_row_is_cleared() -> None:
     forest = CausalForestModel(build("qwen3.5"), "x")
     forest.reserve(2, 8)
     cache = forest._cache
-    assert isinstance(cache, StateCache)
+    assert isinstance(cache, RecurrentCache)
     for memory in cache.memories.values():
         for tensor in memory.tensors():
             tensor[1].fill_(float("nan"))

@@ -291,7 +291,7 @@ def test_torch_serves_where_numba_cannot_be_loaded(
     case = draw(1, torch.float32)
     with caplog.at_level(logging.WARNING), replaced(monkeypatch, "path_attention", "scan", load=refuse):
         assert (case.run().double() - case.reference()).abs().max() < 1e-5
-        assert not any(states.StateCache.has_kernel(torch.device("cpu")) for _ in range(2))
+        assert not any(states.RecurrentCache.has_kernel(torch.device("cpu")) for _ in range(2))
         case.run()
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 2

@@ -28,9 +28,9 @@ from dsbd_cli.engine.checks.kernels import IterationCase
 from dsbd_cli.engine.constraints.stops import StopTable
 from dsbd_cli.engine.core.forest_buffer import KernelBuffer
 from dsbd_cli.engine.drafting.base import Endings
+from dsbd_cli.engine.iteration.batch_state import BatchState, NewRow
 from dsbd_cli.engine.iteration.iteration import Iteration, IterationShape
 from dsbd_cli.engine.iteration.iteration_kernels import verification_kernel
-from dsbd_cli.engine.iteration.state import BatchState, NewRow
 from dsbd_cli.ops.layout import COMPLETION, DRAFT, RESIDUAL
 from dsbd_cli.ops.triton import draft, rejection, verify
 from tests.exact.trees import ROOT, Beam, Model, Path, child
