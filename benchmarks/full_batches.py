@@ -37,9 +37,9 @@ def product(name: str) -> Callable[[Tensor], Tensor]:
     """Return the product of a format, of PEAK x PEAK."""
     weight = torch.randn(PEAK, PEAK).bfloat16()
     if name == "bfloat16":
-        made = linear.Compiled([weight])
+        made = linear.CompiledLinear([weight])
         return lambda x: made(x, None)
-    return int8.Compiled([weight], torch.arange(reference.OUTLIERS), torch.zeros(PEAK), lambda *_: None)
+    return int8.CompiledInt8([weight], torch.arange(reference.OUTLIERS), torch.zeros(PEAK), lambda *_: None)
 
 
 @torch.inference_mode()

@@ -21,10 +21,10 @@ from dsbd_cli.ops.cpu import linear as packing
 from dsbd_cli.ops.processor import bfloat16_tile
 
 COLD_BYTES = 512 << 20  # of weights that take turns: more than a cache holds
-WAYS = {"ours": packing.Compiled, "torch": packing.Torch}
+WAYS = {"ours": packing.CompiledLinear, "torch": packing.TorchLinear}
 
 
-def timed(layers: list[packing.Compiled | packing.Torch], x: Tensor) -> float:
+def timed(layers: list[packing.CompiledLinear | packing.TorchLinear], x: Tensor) -> float:
     """Seconds of one layer."""
     start = time.perf_counter()
     for layer in layers:
@@ -45,7 +45,7 @@ def main() -> None:
     runs, lines = list[dict[str, object]](), list[dict[str, str]]()
     for dtype in (getattr(torch, name) for name in options.dtypes.split(",")):
         kernel, _ = select.choose("linear", dtype, "plain")
-        if kernel is None or kernel.op is not packing.Compiled:
+        if kernel is None or kernel.op is not packing.CompiledLinear:
             raise SystemExit(f"no kernel of ours serves {dtype} on this processor")
         for shape in options.shapes.split(","):
             outputs, inputs = map(int, shape.split("x"))

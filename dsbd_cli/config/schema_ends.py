@@ -30,7 +30,7 @@ RESTRICTING = frozenset((*NUMBER_BOUNDS, "minLength", "maxLength", "pattern", "f
 UNIONS = ("anyOf", "oneOf")
 
 
-class Spelling(Protocol):
+class SpellingBounds(Protocol):
     """Numbers of tokens that spell texts."""
 
     def opened(self, *, nested: bool) -> int:
@@ -83,7 +83,7 @@ class SchemaEnds:
                         ends |= {rest: None, self._comma + rest: None}
         return sorted(ends, key=len), sorted(values, key=len)
 
-    def bounds(self, spelling: Spelling) -> EndBounds:
+    def bounds(self, spelling: SpellingBounds) -> EndBounds:
         """Return the bounds of the whole schema. One token chooses in each container that it opens, and before the
         first of them. Each time it may choose an item or a property, and a form of it. Where it may choose something
         that has no text there is no bound."""
@@ -176,7 +176,7 @@ class SchemaEnds:
 class _Bounds:
     """Bounds of a schema in tokens."""
 
-    def __init__(self, ends: SchemaEnds, spelling: Spelling) -> None:
+    def __init__(self, ends: SchemaEnds, spelling: SpellingBounds) -> None:
         self._ends, self._spelling = ends, spelling
         self._cost, self._letter = spelling.least, spelling.least("0")
 

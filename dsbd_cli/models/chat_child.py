@@ -23,7 +23,7 @@ MAX_CHARACTERS = 64 << 20  # of a rendered conversation: four times the longest 
 MAX_LINES = 4_000_000  # of the compiled template that one conversation executes; 1,000 messages take some 20,000
 
 
-class Lines:
+class LineCounter:
     """Counter of the lines that a template executes. It is given to sys.settrace."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ def rendered(question: dict[str, Any]) -> dict[str, str]:
     used = resource.getrusage(resource.RUSAGE_SELF)
     until = int(used.ru_utime + used.ru_stime) + 1 + question["seconds"]
     limit(resource.RLIMIT_CPU, until)
-    sys.settrace(Lines())
+    sys.settrace(LineCounter())
     try:
         text = text_of(question)
     except MemoryError:

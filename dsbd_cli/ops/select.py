@@ -151,12 +151,12 @@ def _commit(beams: int, window: int) -> ModuleType:
 
 def pick(table: Tensor, dtype: torch.dtype) -> RowsLinear:
     """Return products with picked rows of a table [V, i]. They are packed if the kernel can read the table as it is."""
-    if table.dtype != dtype or not linear.Compiled.fits(table) or table.stride(1) != 1:
+    if table.dtype != dtype or not linear.CompiledLinear.fits(table) or table.stride(1) != 1:
         return reference.PickedRows(table, dtype)
-    return linear.PickedRows(table)
+    return linear.CompiledPickedRows(table)
 
 
-def _int8_fault(backend: type[int8.Compiled] | type[int8.Torch], dtype: torch.dtype) -> str | None:
+def _int8_fault(backend: type[int8.CompiledInt8] | type[int8.TorchInt8], dtype: torch.dtype) -> str | None:
     return int8.fault(backend, packed_linear)
 
 
@@ -173,7 +173,7 @@ _LINEAR = functools.partial(
 )
 _LINES = "weights lie in the order in which the kernel reads them"
 _INT8 = functools.partial(
-    Kernel, "linear", int8.Compiled, int8.compiled, "torch computes products in int8", weights="int8",
+    Kernel, "linear", int8.CompiledInt8, int8.compiled, "torch computes products in int8", weights="int8",
     trial=_int8_fault,
 )  # fmt: skip
 # For an operation the first kernel serves that can; torch's plain code where none can. Nothing else chooses.
@@ -183,15 +183,15 @@ TABLE = (
     Kernel("rotate", layer.rotate, layer.compiled, _LAYERS, dtypes=FLOATS, step=layer.STEP),
     Kernel("program", program.loop, program.compiled, "layers are called one by one", dtypes=FLOATS, step=layer.STEP,
            beside=("norm", "")),
-    _LINEAR("linear", linear.Compiled, least=AVX512, dtypes=F32, weights="plain", reason=_LINES),
-    _LINEAR("linear", linear.Compiled, least=AVX512, most=AVX512_BF16, dtypes=BF16, weights="plain", reason=_LINES),
-    _LINEAR("linear", linear.Compiled, least=AMX, dtypes=BF16, weights="plain", needs=(_TEAM, _UNITS),
-            reason="matrix units read weights as they lie in the checkpoint"),
-    Kernel("linear", linear.Torch, least=BASE, weights="plain", trial=linear.fault, backend="torch",
+    _LINEAR("linear", linear.CompiledLinear, least=AVX512, dtypes=F32, weights="plain", reason=_LINES),
+    _LINEAR("linear", linear.CompiledLinear, least=AVX512, most=AVX512_BF16, dtypes=BF16, weights="plain",
+    reason=_LINES), _LINEAR("linear", linear.CompiledLinear, least=AMX, dtypes=BF16, weights="plain", needs=(_TEAM,
+            _UNITS), reason="matrix units read weights as they lie in the checkpoint"),
+    Kernel("linear", linear.TorchLinear, least=BASE, weights="plain", trial=linear.fault, backend="torch",
            reason="weights are packed by oneDNN"),
     _INT8(least=AVX512_VNNI, most=AVX512_BF16, needs=(_TEAM,)),
     _INT8(least=AMX, needs=(_TEAM, _UNITS)),
-    Kernel("linear", int8.Torch, least=BASE, weights="int8", trial=_int8_fault, backend="torch"),
+    Kernel("linear", int8.TorchInt8, least=BASE, weights="int8", trial=_int8_fault, backend="torch"),
     Kernel("pick", pick, beside=("linear", "plain"), reason="rows are packed from where they lie",
            elsewhere="torch computes products with picked rows"),
     Kernel("path_attention", attention, attention.compiled, "torch computes attention over the suffix",

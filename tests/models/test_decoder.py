@@ -1023,7 +1023,7 @@ def test_a_cache_folder_that_cannot_be_written_costs_checks_alone(
     assert "every load checks the model anew" in caplog.text
 
 
-@pytest.mark.parametrize("way", ["Compiled", "Torch"])
+@pytest.mark.parametrize("way", ["CompiledLinear", "TorchLinear"])
 def test_the_size_is_told_whatever_packs_the_weights(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards torch's packed weights, which do not say where they lie."""
     with only(monkeypatch, getattr(linear, way)):

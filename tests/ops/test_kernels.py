@@ -180,7 +180,7 @@ def program(op: Any, dtype: torch.dtype) -> None:
 def linear(op: Any, dtype: torch.dtype) -> None:
     """Two layers as one product: fewer outputs than a block, rows beyond a chunk, inputs beyond a piece, outputs for
     many threads."""
-    ours = op is select.linear.Compiled
+    ours = op is select.linear.CompiledLinear
     shapes = ((9, 64, (3, 5)), (111, 160, (72, 58)), (111, 4500, (64, 36)), (111, 2600, (1300,)))
     for rows, inputs, outputs in shapes if ours else shapes[:3]:
         weights = [normal(dtype, count, inputs, seed=count) / inputs**0.5 for count in outputs]

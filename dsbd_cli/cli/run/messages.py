@@ -27,7 +27,7 @@ SPINNER, REDRAWS_PER_S = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", 10
 _json = _quiet = False
 
 
-class _Lines(logging.Handler):
+class _MessageHandler(logging.Handler):
     """A handler that prints what the library logs as lines of ours."""
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -43,7 +43,7 @@ def set_style(*, json_lines: bool = False, verbose: bool = False, quiet: bool | 
     global _json, _quiet
     _json, _quiet = json_lines, bool(quiet)
     library = logging.getLogger("dsbd_cli")
-    library.handlers, library.propagate = [_Lines()], False
+    library.handlers, library.propagate = [_MessageHandler()], False
     told = logging.INFO if verbose or json_lines or on_terminal() else logging.WARNING
     library.setLevel(logging.ERROR if quiet else told)
 

@@ -146,7 +146,7 @@ def bytes_of(codec: TextCodec, sampling: SamplingConfig) -> list[bytes]:
     return codec.token_bytes() if sampling.skip_special_tokens else codec.token_bytes(skip_special_tokens=False)
 
 
-class Answer(NamedTuple):
+class AnswerParts(NamedTuple):
     """A text, read by the form of the checkpoint's answers."""
 
     text: str
@@ -154,7 +154,7 @@ class Answer(NamedTuple):
     calls: tuple[ToolCall, ...]
 
 
-def read_answer(text: str, job: RequestState, codec: TextCodec) -> Answer:
+def read_answer(text: str, job: RequestState, codec: TextCodec) -> AnswerParts:
     """Return the parts of a text: the answer, its reasoning and the calls of functions that it holds."""
     reasoning: str | None = None
     calls: tuple[ToolCall, ...] = ()
@@ -162,7 +162,7 @@ def read_answer(text: str, job: RequestState, codec: TextCodec) -> Answer:
         reasoning, text = job.reasoning.split(text)
     if job.request.chat.reads_calls and isinstance(codec, AnswerCodec):
         text, calls = codec.form.read_calls(text, job.request.chat.tools)
-    return Answer(text, reasoning, calls)
+    return AnswerParts(text, reasoning, calls)
 
 
 def reasoning_tokens(ids: list[int], job: RequestState, codec: TextCodec) -> int:

@@ -90,7 +90,7 @@ def table_header(path: Path, rules: ColumnRules = BY_NAME) -> Header | None:
         with _parquet_file(path) as file:
             return _parquet_header(file.schema_arrow, str(path), rules)
     with open_input(path) as stream:
-        header = next(_records(_RecordLines(stream, MAX_LINE_BYTES), DELIMITERS[ending(path)]), None)
+        header = next(_records(_CsvLines(stream, MAX_LINE_BYTES), DELIMITERS[ending(path)]), None)
     return None if header is None else Header(_header(*header, str(path), rules))
 
 
@@ -122,7 +122,7 @@ def count_table_rows(path: Path) -> int | None:
     if path.stat().st_size > MAX_COUNTED_BYTES:
         return None
     with open_input(path) as stream:
-        records = _records(_RecordLines(stream, MAX_LINE_BYTES), DELIMITERS[ending(path)])
+        records = _records(_CsvLines(stream, MAX_LINE_BYTES), DELIMITERS[ending(path)])
         next(records, None)  # the header
         return sum(1 for _ in records)
 
@@ -145,7 +145,7 @@ def read_csv(
     """
     names: list[str] = []
     columns: Columns | None = None
-    lines = _RecordLines(stream, limit)
+    lines = _CsvLines(stream, limit)
     for cells, reason in _records(lines, delimiter):
         if columns is None:
             columns = _header(cells, reason, name, rules)
@@ -174,7 +174,7 @@ def _known_id(names: list[str], cells: list[str] | None, columns: Columns) -> Fi
     return id_fields(dict(zip(names, cells, strict=False)), columns)
 
 
-def _records(lines: _RecordLines, delimiter: str) -> Iterator[tuple[list[str] | None, str]]:
+def _records(lines: _CsvLines, delimiter: str) -> Iterator[tuple[list[str] | None, str]]:
     """Yield the cells of every record, while `lines` tells where it stands.
 
     The cells of a record that cannot be read are None, with a reason; the reason is empty if the record is too long.
@@ -220,7 +220,7 @@ class _LongRecordError(Exception):
     """A record has more bytes than may be held."""
 
 
-class _RecordLines:
+class _CsvLines:
     """The lines of a stream as text, for a csv.reader, which takes as many lines as a record has.
 
     Bytes that are not UTF-8 are kept as surrogates, so that the rest of the record can be read.
@@ -241,7 +241,7 @@ class _RecordLines:
         """Begin a new record at the next line."""
         self.first, self.size, self._quotes, self.beginning = self._number + 1, 0, 0, b""
 
-    def __iter__(self) -> _RecordLines:
+    def __iter__(self) -> _CsvLines:
         return self
 
     def __next__(self) -> str:

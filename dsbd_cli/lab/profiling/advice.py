@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dsbd_cli.lab.profiling.budget import Budget
-from dsbd_cli.lab.profiling.measurements import Measurement, drafts_nodes
+from dsbd_cli.lab.profiling.measurements import EngineMeasurement, drafts_nodes
 from dsbd_cli.lab.reports.profile_data import ForestSize, Machine, MeasuredSetting
 
 WIDE_SPREAD = 0.25
@@ -36,7 +36,7 @@ def warnings(machine: Machine, measured: Sequence[MeasuredSetting]) -> list[str]
     return notes
 
 
-def drafting(measurement: Measurement) -> list[str]:
+def drafting(measurement: EngineMeasurement) -> list[str]:
     """Return notes on what each of two drafters brought, and on the phase `draft` where it does not consist of forwards
     of a draft model over the forest's nodes."""
     method = measurement.method

@@ -22,7 +22,7 @@ from dsbd_cli.io.records.record_parts import MethodRecord
 from dsbd_cli.io.records.row import Row
 from dsbd_cli.lab.metrics.memory import PeakMemory, synchronise
 from dsbd_cli.lab.profiling.budget import Budget, CutOffError
-from dsbd_cli.lab.profiling.timers import MeasurementLog
+from dsbd_cli.lab.profiling.timers import EngineLog
 from dsbd_cli.lab.reports.profile_data import NO_DRAFT, ForestSize, Phase
 from dsbd_cli.requests import EngineInfo, Request, RequestResult
 from dsbd_cli.stats import RequestStats
@@ -59,13 +59,13 @@ def method_for(method: MethodConfig, setting: ForestSize) -> MethodConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Measurement:
+class EngineMeasurement:
     """The engine run over all requests, with one method. seconds: wall clock from the first request to the last record
     written. write_s: seconds of making and writing the records. peak_memory_bytes: of the process, or of the GPUs; None
     where it is unknown."""
 
     method: MethodConfig
-    log: MeasurementLog
+    log: EngineLog
     results: tuple[RequestResult, ...]
     seconds: float
     write_s: float
@@ -139,10 +139,10 @@ class ProfiledPair:
             if done < len(requests):
                 raise CutOffError
 
-    def timed(self, method: MethodConfig, *, log_steps: bool = False) -> Measurement:
+    def timed(self, method: MethodConfig, *, log_steps: bool = False) -> EngineMeasurement:
         """Answer the requests and write their records to a file that is thrown away. Raises as `answers` does."""
         engine = self.engine(method, log_steps=log_steps)
-        log = MeasurementLog(self.devices, captured=engine.stepper.graphs is not None)
+        log = EngineLog(self.devices, captured=engine.stepper.graphs is not None)
         engine.observe(log)
         writing, results = 0.0, []
         record = MethodRecord(engine.method, self.info.target, self.info.draft)
@@ -168,10 +168,10 @@ class ProfiledPair:
         peaks = [peak for memory in memories if (peak := memory.peak()) is not None]
         for model in self.models:
             model.release()
-        return Measurement(engine.method, log, tuple(results), seconds, writing, sum(peaks) if peaks else None)
+        return EngineMeasurement(engine.method, log, tuple(results), seconds, writing, sum(peaks) if peaks else None)
 
 
-def phases_of(measurement: Measurement) -> tuple[Phase, ...]:
+def phases_of(measurement: EngineMeasurement) -> tuple[Phase, ...]:
     """Return where the seconds of a measurement went. `other` is the remainder: scheduling, the host's reads, memory
     for the batch.
 

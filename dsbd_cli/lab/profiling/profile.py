@@ -18,7 +18,7 @@ from dsbd_cli.lab.metrics.memory import synchronise
 from dsbd_cli.lab.profiling import advice
 from dsbd_cli.lab.profiling.budget import CutOffError, Expected
 from dsbd_cli.lab.profiling.machine import describe_machine, machine_rates
-from dsbd_cli.lab.profiling.measurements import Measurement, ProfiledPair, method_for, phases_of, setting_of
+from dsbd_cli.lab.profiling.measurements import EngineMeasurement, ProfiledPair, method_for, phases_of, setting_of
 from dsbd_cli.lab.profiling.snapshot import Snapshot
 from dsbd_cli.lab.reports.profile_data import (
     NO_DRAFT,
@@ -74,10 +74,10 @@ class _Session:
         self._now = setting_of(method)
         self._machine = describe_machine(bench.target.device)
         self._forest: ShownForest | None = None
-        self._first: Measurement | None = None
+        self._first: EngineMeasurement | None = None
         self._roofline: Roofline | None = None
-        self._measured_once: dict[ForestSize, Measurement] = {}
-        self._rounds: dict[ForestSize, list[Measurement]] = {}
+        self._measured_once: dict[ForestSize, EngineMeasurement] = {}
+        self._rounds: dict[ForestSize, list[EngineMeasurement]] = {}
         self._repeats = 1
 
     def measure(self, repeats: int, show: int | None) -> None:
@@ -107,7 +107,7 @@ class _Session:
             self._budget.tell(f"timing {what}", seconds)
             self._measured_once[setting] = self._timed(setting)
 
-    def _timed(self, setting: ForestSize) -> Measurement:
+    def _timed(self, setting: ForestSize) -> EngineMeasurement:
         measurement = self._bench.timed(method_for(self._method, setting))
         self._budget.found(f"{setting.label}: {_speed(measurement)}")
         return measurement
@@ -158,7 +158,7 @@ class _Session:
             rest = f"round {number}" + (f" to {repeats}" if number < repeats else "")
             if not self._budget.affords(f"{rest} of runs in turn", seconds):
                 return
-            measurements: dict[ForestSize, Measurement] = {}
+            measurements: dict[ForestSize, EngineMeasurement] = {}
             for setting in settings:
                 what = f"round {number} of {repeats}: {setting.label}"
                 self._budget.tell(what, expected.seconds(setting))
@@ -233,7 +233,7 @@ def neighbours(method: MethodConfig) -> list[ForestSize]:
     return [size for size in sizes_around if size != now]
 
 
-def _speed(measurement: Measurement) -> str:
+def _speed(measurement: EngineMeasurement) -> str:
     return f"{measurement.tokens / measurement.seconds:.1f} tokens/s"
 
 
@@ -273,7 +273,7 @@ def _fitting(
     )
 
 
-def _scaled(expected: Expected, measurement: Measurement, seconds: float) -> Expected:
+def _scaled(expected: Expected, measurement: EngineMeasurement, seconds: float) -> Expected:
     """Return the expected times corrected by a measurement that was made and took `seconds`."""
     log = measurement.log
     prefill_s = log.span_s("prefill") / measurement.seconds * seconds
@@ -341,7 +341,7 @@ def _one_forward(model: ForestModel, slots: int, nodes: int, clock: Callable[[],
     return seconds
 
 
-def _measured(setting: ForestSize, measurements: list[Measurement], roofline: Roofline | None) -> MeasuredSetting:
+def _measured(setting: ForestSize, measurements: list[EngineMeasurement], roofline: Roofline | None) -> MeasuredSetting:
     last, middle = (
         measurements[-1],
         sorted(measurements, key=lambda measurement: measurement.seconds)[len(measurements) // 2],
@@ -360,7 +360,7 @@ def _measured(setting: ForestSize, measurements: list[Measurement], roofline: Ro
     )
 
 
-def _forward(measurement: Measurement, roofline: Roofline | None) -> TargetForward:
+def _forward(measurement: EngineMeasurement, roofline: Roofline | None) -> TargetForward:
     log = measurement.log
     count = max(log.iterations, 1)
     mean = TargetForward(log.rows / count, log.nodes / count, log.slots / count, log.phases["target"] / count)

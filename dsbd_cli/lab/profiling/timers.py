@@ -16,7 +16,7 @@ from dsbd_cli.engine.planning.timing import PhaseTimer
 HOST, DEVICE = ("tokenise", "detokenise"), ("prefill", "compact")
 
 
-class MeasurementLog(Observer):
+class EngineLog(Observer):
     """The log of one measurement.
 
     Attributes:

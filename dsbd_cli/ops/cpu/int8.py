@@ -81,7 +81,7 @@ LAYOUT = layout(*_ARGUMENTS, constants=(LEVELS, ZERO))
 Linear = Callable[[Sequence[Tensor], Sequence[Tensor | None]], PackedProduct | None]
 
 
-class Torch:
+class TorchInt8:
     """Weights and products by torch's operators. weights: as they are stored. scales: [o] float32, the weight that the
     integer 1 stands for."""
 
@@ -132,9 +132,9 @@ class Torch:
         return sums.mul_(steps).add_(self._outlier_product(outlier_x)).to(outlier_x.dtype)
 
 
-class Compiled:
-    """Weights and products by kernels/int8.py, with the methods of Torch. Outputs, and their scales, fill up a multiple
-    of COLUMNS, inputs a multiple of INPUTS."""
+class CompiledInt8:
+    """Weights and products by kernels/int8.py, with the methods of TorchInt8. Outputs, and their scales, fill up a
+    multiple of COLUMNS, inputs a multiple of INPUTS."""
 
     def __init__(self, weights: Sequence[Tensor], outliers: Tensor, bias: Tensor, linear: Linear) -> None:
         self._outputs, self._given = sum(map(len, weights)), weights[0].shape[1]
@@ -234,14 +234,14 @@ class Int8Product:
         weights: Sequence[Tensor],
         biases: Sequence[Tensor | None],
         outliers: Tensor,
-        backend: type[Compiled] | type[Torch],
+        backend: type[CompiledInt8] | type[TorchInt8],
         linear: Linear,
     ) -> None:
         """weights: [o, i] of each layer, of one dtype. biases: [o] or None of each. outliers: [k], ascending.
         backend: computes the product. linear: packs weights that are not quantized, or returns None."""
         self.parts = [len(weight) for weight in weights]
         self.backend = backend(weights, outliers, joined_bias(weights, biases), linear)
-        self.compiled = backend is Compiled
+        self.compiled = backend is CompiledInt8
 
     @property
     def weights(self) -> list[Tensor]:
@@ -259,10 +259,10 @@ def compiled() -> list[CpuKernel]:
     return kernels("int8", "quantize_rows", "multiply", "quantize_weights")
 
 
-def fault(backend: type[Torch] | type[Compiled], linear: Linear) -> str | None:
+def fault(backend: type[TorchInt8] | type[CompiledInt8], linear: Linear) -> str | None:
     """Return what is wrong with the sums of integers of a backend; None where they are exact."""
     operators: Any = torch.ops.onednn
-    if backend is Torch and not (hasattr(operators, "qlinear_prepack") and hasattr(operators, "qlinear_pointwise")):
+    if backend is TorchInt8 and not (hasattr(operators, "qlinear_prepack") and hasattr(operators, "qlinear_pointwise")):
         return "this build of torch has no int8 linear layers (oneDNN)"
     generator = torch.Generator().manual_seed(0)
     # the largest values next to each other: processors without exact 8-bit products saturate there

@@ -178,7 +178,7 @@ def row_addresses(weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
     return _filled(torch.cat(addresses), COLUMNS), owners
 
 
-class Compiled:
+class CompiledLinear:
     """Weights for our kernel: lines, or the rows of the given tensors, which must not change."""
 
     @staticmethod
@@ -231,7 +231,7 @@ class Compiled:
         return out if columns == self.outputs else out[..., : self.outputs]
 
 
-class Torch:
+class TorchLinear:
     """Weights for torch's operators. Fewer outputs than MIN_FEATURES are filled up with zeros, which the result leaves
     out, because in a narrower product the bits of a row depend on the other rows."""
 
@@ -289,12 +289,15 @@ class PackedProduct:
     """
 
     def __init__(
-        self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], backend: type[Compiled] | type[Torch]
+        self,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        backend: type[CompiledLinear] | type[TorchLinear],
     ) -> None:
         """weights: [o, i] of each layer, of one dtype. biases: [o] or None of each. backend: computes the product."""
         self.parts = [len(weight) for weight in weights]
         self._backend = backend(weights)
-        self.compiled = backend is Compiled
+        self.compiled = backend is CompiledLinear
         self._bias: Tensor | None = None
         if any(bias is not None for bias in biases):
             self._bias = self._backend.bias(joined_bias(weights, biases))
@@ -315,17 +318,17 @@ class PackedProduct:
         return self._backend(x, self._bias)
 
 
-class PickedRows:
+class CompiledPickedRows:
     """Products of each row of a batch with its own rows of a table [V, i]."""
 
     def __init__(self, table: Tensor) -> None:
         self._table = table
-        self._products: list[Compiled] = []
+        self._products: list[CompiledLinear] = []
 
     def take(self, ids: Tensor) -> None:
         """Use the rows ids [R, o] int64 of the table as weights from now on."""
         if [product.outputs for product in self._products] != [ids.shape[1]] * len(ids):
-            self._products = [Compiled([self._table], some) for some in ids]
+            self._products = [CompiledLinear([self._table], some) for some in ids]
             return
         for product, some in zip(self._products, ids, strict=True):
             picked_lines(self._table, some, product.weights[0])
@@ -342,9 +345,9 @@ def _filled(weight: Tensor, multiple: int) -> Tensor:
     return nn.functional.pad(weight, (*[0] * (2 * weight.dim() - 1), missing)) if missing else weight
 
 
-def fault(backend: type[Compiled] | type[Torch], dtype: torch.dtype) -> str | None:
+def fault(backend: type[CompiledLinear] | type[TorchLinear], dtype: torch.dtype) -> str | None:
     """Return what is wrong with the packed products of a backend; None where they are the plain ones."""
-    if dtype not in FLOATS or (backend is Torch and not Torch.fits_dtype(dtype)):
+    if dtype not in FLOATS or (backend is TorchLinear and not TorchLinear.fits_dtype(dtype)):
         return NOTHING_PACKS
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(96, 64, generator=generator).to(dtype)

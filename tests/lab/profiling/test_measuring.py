@@ -10,7 +10,7 @@ from dsbd_cli.engine.decoding.encode import Encoder
 from dsbd_cli.lab.profiling.machine import describe_machine, machine_rates
 from dsbd_cli.lab.profiling.measurements import ProfiledPair, method_for, phases_of, setting_of
 from dsbd_cli.lab.profiling.profile import _one_forward, _prompt_tokens
-from dsbd_cli.lab.profiling.timers import PHASES, MeasurementLog
+from dsbd_cli.lab.profiling.timers import PHASES, EngineLog
 from dsbd_cli.lab.reports.profile_data import NO_DRAFT, ForestSize
 from dsbd_cli.models.forest_model import size_of
 from dsbd_cli.models.transformers_backend.causal import CausalForestModel
@@ -50,7 +50,7 @@ def test_the_size_of_a_model_counts_shared_weights_once(tied: bool) -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("way", ["Compiled", "Torch"])
+@pytest.mark.parametrize("way", ["CompiledLinear", "TorchLinear"])
 def test_packed_weights_are_counted_as_they_are_stored(way: str, tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the outputs that they are filled up with."""
     with only(monkeypatch, getattr(linear, way)):
@@ -59,7 +59,7 @@ def test_packed_weights_are_counted_as_they_are_stored(way: str, tied: bool, mon
         module = build("llama", tie_word_embeddings=tied, hidden_size=64, intermediate_size=96)
         size = size_of(CausalForestModel(module, "tiny"))
         linears = [(one.out_features, one.in_features) for _, _, one in plain_linears(module, least=1)]
-        more = [-outputs % 64 if way == "Compiled" else max(0, 64 - outputs) for outputs, _ in linears]
+        more = [-outputs % 64 if way == "CompiledLinear" else max(0, 64 - outputs) for outputs, _ in linears]
         filled = sum(outputs * inputs for outputs, (_, inputs) in zip(more, linears, strict=True))
         assert filled
         assert pack(module) == len(linears)
@@ -111,7 +111,7 @@ def test_everything_is_logged_once() -> None:
 
 def test_no_clock_runs_within_a_captured_iteration() -> None:
     """A clock that is recorded into a CUDA graph would break the capture."""
-    log = MeasurementLog([CPU], captured=True)
+    log = EngineLog([CPU], captured=True)
     for name in ("tokenise", "prefill", "compact"):
         with log.span(name):
             pass

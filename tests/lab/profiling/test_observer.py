@@ -17,7 +17,7 @@ from dsbd_cli.engine.iteration.observer import Observer
 from dsbd_cli.engine.verify.base import LayerDraws, LayerView
 from dsbd_cli.lab.profiling.measurements import ProfiledPair
 from dsbd_cli.lab.profiling.profile import depth_rates
-from dsbd_cli.lab.profiling.timers import MeasurementLog
+from dsbd_cli.lab.profiling.timers import EngineLog
 from dsbd_cli.ops.interface import Ops
 from dsbd_cli.requests import EngineInfo
 from tests.helpers.toys import NumberCodec, table_pair
@@ -77,7 +77,7 @@ def test_watching_changes_no_text(method: MethodConfig) -> None:
     plain, looked_at, timed = engine_of(method), engine_of(method), engine_of(method)
     seen = Counting()
     looked_at.observe(seen)
-    timed.observe(MeasurementLog([timed.target.device]))
+    timed.observe(EngineLog([timed.target.device]))
     texts = [[result.hypotheses for result in run(engine, 6)] for engine in (plain, looked_at, timed)]
     assert texts[0] == texts[1] == texts[2]
     assert seen.forests == seen.iterations > 0
@@ -131,7 +131,7 @@ def test_the_acceptance_of_a_profile_is_what_the_walks_looked_at() -> None:
 def test_nodes_and_slots_are_the_engines_own() -> None:
     for method in (METHODS[0], METHODS[2], MethodConfig(num_beams=3, depth=0)):
         engine = engine_of(method)
-        log = MeasurementLog([engine.target.device])
+        log = EngineLog([engine.target.device])
         engine.observe(log)
         (result,) = run(engine, 1)
         steps = result.stats.step_log

@@ -51,7 +51,7 @@ class Attention(nn.Module):
 # torch's is exact where the processor adds products of 8 bits in 32
 WAYS = [
     backend
-    for backend in (module.Torch, module.Compiled)
+    for backend in (module.TorchInt8, module.CompiledInt8)
     if any(one.op is backend and select._missing(one, torch.float32, frozenset()) is None for one in select.TABLE)
 ]
 
@@ -171,7 +171,7 @@ def test_layers_that_calibration_does_not_reach_stay() -> None:
 
 
 def test_a_backend_that_fails_is_not_said_to_be_torch() -> None:
-    class Fails(module.Compiled):  # type: ignore[misc,name-defined]
+    class Fails(module.CompiledInt8):  # type: ignore[misc,name-defined]
         def __init__(self, *arguments: object) -> None:
             raise RuntimeError("no room")
 
@@ -298,8 +298,8 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> None:
 
 def test_a_processor_that_saturates_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards processors whose 8-bit products stop at 16 bits, and builds without the operators."""
-    monkeypatch.setattr(module.Torch, "multiply", lambda *_: torch.full((5, 96), 32767.0))
-    with only(monkeypatch, module.Torch, "int8"):
+    monkeypatch.setattr(module.TorchInt8, "multiply", lambda *_: torch.full((5, 96), 32767.0))
+    with only(monkeypatch, module.TorchInt8, "int8"):
         assert int8_missing() == "this processor's int8 products are not exact"
         monkeypatch.setattr(torch.ops, "onednn", object())
         forget()

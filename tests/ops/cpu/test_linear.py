@@ -23,7 +23,7 @@ from tests.helpers.tiny import build
 needs_packing = pytest.mark.skipif(not packing_works(torch.float32), reason="this torch build cannot pack weights")
 
 
-@pytest.fixture(params=["Compiled", "Torch"])
+@pytest.fixture(params=["CompiledLinear", "TorchLinear"])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Our kernel alone, or torch's operators alone."""
     with only(monkeypatch, getattr(packing, request.param)):
@@ -105,10 +105,10 @@ def test_matrix_units_read_rows_as_lines(
     before = torch.get_num_threads()
     try:
         with torch.inference_mode():
-            rows = packing.Compiled(weights)
+            rows = packing.CompiledLinear(weights)
             assert [one.data_ptr() for one in rows.weights[: len(weights)]] == [one.data_ptr() for one in weights]
             monkeypatch.setattr(packing, "readable_in_groups", lambda weights: False)
-            lines = packing.Compiled(weights)
+            lines = packing.CompiledLinear(weights)
             for threads in (1, 3):
                 torch.set_num_threads(threads)
                 for count in (*range(1, 66), 100, 512, 513, 601):
@@ -129,7 +129,7 @@ def test_inputs_may_be_views(dtype: torch.dtype) -> None:
             assert torch.equal(linear(x), linear(x.contiguous()))
 
 
-@pytest.mark.parametrize("backend", ["Compiled"], indirect=True)
+@pytest.mark.parametrize("backend", ["CompiledLinear"], indirect=True)
 def test_the_default_dtype_of_torch_is_not_the_kernels(backend: str) -> None:
     """Guards the kernel's room for sums, which half as many bytes would not hold."""
     serves(torch.float32)
@@ -142,7 +142,7 @@ def test_the_default_dtype_of_torch_is_not_the_kernels(backend: str) -> None:
 
 @needs_packing
 def test_a_width_that_fills_no_words_takes_torchs_way() -> None:
-    if packing.fault(packing.Torch, torch.bfloat16) is not None:
+    if packing.fault(packing.TorchLinear, torch.bfloat16) is not None:
         pytest.skip("torch's way does not serve bfloat16 on this processor, so such a layer stays as it is")
     torch.manual_seed(7)
     linear = nn.Linear(161, 72, dtype=torch.bfloat16).requires_grad_(False)
