@@ -157,7 +157,7 @@ class Training:
     def _loss(self, part: list[AnswerTokens]) -> Tensor:
         """Return the sum of the divergences over all unrolled steps and all tokens of the answers."""
         targets = [self._teacher.distribution(answer) for answer in part]
-        trees = Trees.of(part, [target.hidden_states for target in targets]).to(self._device)
+        trees = Trees.of(part, [target.states for target in targets]).to(self._device)
         most = trees.nodes.shape[1]
         ids, logs = (
             torch.stack([nn.functional.pad(tensor, (0, 0, 0, most - len(tensor))) for tensor in some]).to(self._device)

@@ -259,7 +259,7 @@ class DecoderDraftHead(BaseDraftHead, DecoderForestModel):
         self._target.tap(self._tap_after(layers))
 
     def _tap_after(self, layers: Sequence[int]) -> HiddenStateTap:
-        return HiddenStateTap(tuple(layers), self._draft_head.config.hidden, self._decoder.fuse)
+        return HiddenStateTap(tuple(layers), self._draft_head.config.hidden, self._draft_head.fuse)
 
     def _run(self, batch: ForestInput, *, logits: bool) -> Tensor | None:
         head, cache = self._draft_head, self._cache
