@@ -267,11 +267,11 @@ def test_a_config_key_that_is_not_known_falls_back(monkeypatch: pytest.MonkeyPat
     changes nothing."""
     from transformers import LlamaConfig
 
-    from dsbd_cli.models.decoder import spec as specs
+    from dsbd_cli.models.decoder import config as configs
 
     config = LlamaConfig(**DECODERS["llama"][1], my_note="hello")
     assert isinstance(decoder_config_of(config), DecoderConfig)
-    monkeypatch.setattr(specs, "KNOWN", specs.KNOWN - {"mlp_bias"})
+    monkeypatch.setattr(configs, "KNOWN", configs.KNOWN - {"mlp_bias"})
     assert isinstance(decoder_config_of(config), DecoderConfig)
     config.mlp_bias = True
     assert decoder_config_of(config) == "its config says mlp_bias = True, which is not known here"

@@ -7,7 +7,7 @@ import pytest
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.model import OnTooLong
 from dsbd_cli.config.sampling import SamplingConfig
-from dsbd_cli.engine.decoding.encode import HEAD
+from dsbd_cli.engine.decoding.encode import BEGINNING
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.errors import PromptTooLongError, UsageError
 from dsbd_cli.requests import Request
@@ -119,7 +119,7 @@ def test_where_the_left_is_cut_only_the_end_of_a_text_is_tokenized(form: str, bo
     request = Request(sampling=SAMPLING, **{form: given[form]})  # type: ignore[arg-type]
     ids, dropped = engine(9, codec, on_too_long="truncate-left")._encoder.encode(request)
     assert ids == [3, 4, 5, 6, 7]
-    longest = HEAD if form == "messages" else 9 * 3  # the first letters tell which token begins every text
+    longest = BEGINNING if form == "messages" else 9 * 3  # the first letters tell which token begins every text
     assert codec.longest == longest, "else as many bytes as nine tokens can have"
     assert dropped == (len(text) // 3 - 5 if bounded else 9)
 

@@ -25,7 +25,7 @@ from dsbd_cli.engine.iteration import stepper as step_module
 from dsbd_cli.engine.iteration.cuda_graphs import IterationGraphs
 from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.models.attention import metadata
-from dsbd_cli.models.transformers_backend import adapter
+from dsbd_cli.models.transformers_backend import base
 from dsbd_cli.models.transformers_backend.causal import CausalForestModel
 from dsbd_cli.requests import Request, RequestResult
 from tests.engine.iteration.test_cuda_graphs import FakeRecorder
@@ -156,7 +156,7 @@ def test_transformers_models_too(family: str, split: str, monkeypatch: pytest.Mo
     """split: attention by the kernel, or by tensor code where no kernel serves, as on a GPU."""
     method = MethodConfig(rule="coupled", num_beams=3, drafts_per_layer=4, depth=2)
     reports = reports_of(method, monkeypatch)
-    monkeypatch.setattr(adapter, "_input_device", lambda model: DEVICE)
+    monkeypatch.setattr(base, "_input_device", lambda model: DEVICE)
     kind, settings = FIT[family]
     config = getattr(transformers, kind)(**settings)
     # made before it is pretended: from_config in here would leave later models of this process with rotary tables of
