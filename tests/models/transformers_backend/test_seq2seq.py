@@ -175,7 +175,7 @@ def test_a_bias_of_the_logits_goes_with_the_product() -> None:
     if not pack(module):
         pytest.skip("this build of torch has no packed products")
     model = Seq2SeqForestModel(module, "marian")
-    assert model._head is not None
+    assert model._lm_head is not None
     assert self_test(model).median_error < 1e-4
 
 
