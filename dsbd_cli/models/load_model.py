@@ -227,12 +227,8 @@ class _DecoderLoad:
         checkpoint, of = self._checkpoint, self._description
         if of.plain:
             assert of.dtype is not None
-            decoder_config, dtype, tensors, generation = (
-                of.decoder_config,
-                of.dtype,
-                checkpoint.tensors,
-                checkpoint.generation,
-            )
+            decoder_config, dtype = of.decoder_config, of.dtype
+            tensors, generation = checkpoint.tensors, checkpoint.generation
         else:  # transformers has to make plain weights of pickles, adapters or quantised blocks
             end_touching()
             network = self._network = self._stock()

@@ -43,7 +43,7 @@ class Bench:
     def __init__(
         self,
         pair: Engine,
-        bench_config: BenchConfig,
+        bench: BenchConfig,
         *,
         command: Sequence[str],
         clock: Callable[[], float] = time.perf_counter,
@@ -52,28 +52,26 @@ class Bench:
 
         Raises UsageError where a record or a setting cannot be run.
         """
-        self._pair, self._bench_config = pair, bench_config
+        self._pair, self._bench = pair, bench
         if named := sorted(filter(None, pair.catalogues)):
             raise UsageError(f"--allow has catalogues with names ({named[0]}, ...): bench holds all records to one")
         device = pair.target.device
         self._meter = find_meter(str(device), synchronize=partial(synchronise, device))
         self._memory = PeakMemory(device)
         self._stopping = False
-        size, room = window_size(bench_config.batch_size), self._room()
+        size, room = window_size(bench.batch_size), self._room()
         self._parts = [
             BenchPart(
                 dataset.name,
-                prepare(dataset, pair.codec, bench_config.records, size, room, bench_config.sampling),
-                tuple(bench_config.settings),
-                bench_config.rounds,
+                prepare(dataset, pair.codec, bench.records, size, room, bench.sampling),
+                tuple(bench.settings),
+                bench.rounds,
             )
-            for dataset in bench_config.datasets
+            for dataset in bench.datasets
         ]
         ids = [prompt.ids for part in self._parts for window in part.data.windows for prompt in window]
         longest = max(map(len, ids))
-        self._runners = {
-            setting: make_runner(pair, setting, bench_config, longest) for setting in bench_config.settings
-        }
+        self._runners = {setting: make_runner(pair, setting, bench, longest) for setting in bench.settings}
         self._tallies = {
             (part, setting): Tally(part.task, setting, self._runners[setting].batch_size)
             for part in self._parts
@@ -91,7 +89,7 @@ class Bench:
     @property
     def settings(self) -> int:
         """Number of settings that are measured in turn."""
-        return len(self._bench_config.settings)
+        return len(self._bench.settings)
 
     def stop(self) -> None:
         """End soon, and keep the windows that are done. May be called from a signal handler."""
@@ -126,7 +124,7 @@ class Bench:
             if not self._stopping:
                 progress(0, self.units, f"warming up {setting.name}", None)
                 runner.run(first)  # warm-up: lazy set-up and the first use of kernels
-        for number in range(self._bench_config.rounds):
+        for number in range(self._bench.rounds):
             for window in range(max(len(part.data.windows) for part in self._parts)):
                 for part in self._parts:
                     if number < part.rounds and window < len(part.data.windows):
@@ -142,7 +140,7 @@ class Bench:
             tally.row(ratios_of(tally, tallies), self._meter, self._memory.source, paired[tally]) for tally in tallies
         ]
         data_notes = [note for part in self._parts for note in part.data.notes]
-        notes = list(dict.fromkeys([*self._bench_config.notes, *data_notes, *self._failures()]))
+        notes = list(dict.fromkeys([*self._bench.notes, *data_notes, *self._failures()]))
         if not self._meter.available:
             notes.append(f"energy is not measured: {self._meter.reason}")
         elif self._meter.idle_watts is not None:
@@ -202,27 +200,27 @@ class Bench:
 
     def _room(self) -> int | None:
         """Return how many tokens a prompt may have in every model that some setting uses; None for any number."""
-        drafts = any(setting.drafts for setting in self._bench_config.settings)
+        drafts = any(setting.drafts for setting in self._bench.settings)
         models = self._pair.models if drafts else [self._pair.target]
         if isinstance(self._pair.target, EncoderDecoderModel):
             encoder_inputs = [model.max_encoder_input for model in models if isinstance(model, EncoderDecoderModel)]
             return min((limit for limit in encoder_inputs if limit is not None), default=None)
         limits = [model.max_positions for model in models if model.max_positions is not None]
-        return min(limits) - self._bench_config.sampling.max_new_tokens if limits else None
+        return min(limits) - self._bench.sampling.max_new_tokens if limits else None
 
     def _about(self) -> dict[str, object]:
-        info, bench_config = self._pair.info, self._bench_config
+        info, bench = self._pair.info, self._bench
         return {
             "target": info.target if info else None,
             "draft": info.draft if info else None,
             "dtype": info.dtype if info else None,
             "torch_device": str(self._pair.target.device),
-            "batch_size": bench_config.batch_size,
-            "window_records": window_size(bench_config.batch_size),
-            "rounds": bench_config.rounds,
-            "seed": bench_config.seed,
-            "data": bench_config.data,
-            "notes": list(bench_config.notes),
-            "grammar": None if bench_config.grammar is None else bench_config.grammar.name,
-            **sampling_fields(bench_config.sampling),
+            "batch_size": bench.batch_size,
+            "window_records": window_size(bench.batch_size),
+            "rounds": bench.rounds,
+            "seed": bench.seed,
+            "data": bench.data,
+            "notes": list(bench.notes),
+            "grammar": None if bench.grammar is None else bench.grammar.name,
+            **sampling_fields(bench.sampling),
         }

@@ -50,13 +50,11 @@ class EngineRunner:
     method is its own.
     """
 
-    def __init__(
-        self, pair: Engine, setting: SweepSetting, bench_config: BenchConfig, changes: Mapping[str, object]
-    ) -> None:
+    def __init__(self, pair: Engine, setting: SweepSetting, bench: BenchConfig, changes: Mapping[str, object]) -> None:
         """changes: sampling fields that are set for every prompt."""
         method, entry = setting.config, METHODS[setting.method]
         assert isinstance(method, MethodConfig)
-        self._pick, self._seed, self._grammar = entry.pick, bench_config.seed, bench_config.grammar
+        self._pick, self._seed, self._grammar = entry.pick, bench.seed, bench.grammar
         self._samples = method.num_beams if entry.independent else None
         if entry.independent:
             # a sample ends with the first end token that it draws
@@ -64,7 +62,7 @@ class EngineRunner:
             changes = {**changes, "n_best": 1, "early_stopping": True}
         elif entry.pick is not None:
             changes = {**changes, "n_best": method.num_beams}
-        self._sampling, self._changes, self.batch_size = bench_config.sampling, changes, bench_config.batch_size
+        self._sampling, self._changes, self.batch_size = bench.sampling, changes, bench.batch_size
         weights: Weights = "uniform" if entry.independent else "probability"
         self._chooser: Chooser = ByScore()
         if entry.pick == "vote":
@@ -72,7 +70,7 @@ class EngineRunner:
         elif entry.pick == "mbr":
             self._chooser = ByRisk(weights=weights)
         draft = pair.draft if method.needs_draft else None
-        self._engine = pair.replace(draft=draft, method=method, batch_size=bench_config.batch_size, log_steps=True)
+        self._engine = pair.replace(draft=draft, method=method, batch_size=bench.batch_size, log_steps=True)
         self._slot_bytes = sum(model.kv_bytes_per_slot() for model in self._engine.models)
         self._stopped = False
 
@@ -146,34 +144,23 @@ class PeerRunner:
     exactness: Exactness | None = None  # that of other code is not known
 
     def __init__(
-        self,
-        pair: Engine,
-        setting: SweepSetting,
-        bench_config: BenchConfig,
-        changes: Mapping[str, object],
-        longest: int,
+        self, pair: Engine, setting: SweepSetting, bench: BenchConfig, changes: Mapping[str, object], longest: int
     ) -> None:
         """changes: as in EngineRunner. longest: tokens of the longest prompt. Raises ModelError where the other code
         does not take the target."""
-        self._setting, self._pair, self._bench_config, self._longest, self._changes = (
-            setting,
-            pair,
-            bench_config,
-            longest,
-            changes,
-        )
+        self._setting, self._pair, self._bench, self._longest, self._changes = setting, pair, bench, longest, changes
         self._catalogue = pair.catalogues.get("")
         self._ends = frozenset() if self._catalogue is None else frozenset(self._catalogue.nodes.tolist())
         self._peers: dict[SamplingConfig, Peer] = {}
         self._delivered: list[tuple[Peer, Delivered]] = []
         self._stopped = False
-        self.batch_size = self._peer(replace(bench_config.sampling, **changes)).batch_size  # type: ignore[arg-type]
+        self.batch_size = self._peer(replace(bench.sampling, **changes)).batch_size  # type: ignore[arg-type]
 
     def run(self, prompts: Sequence[Prompt]) -> list[BestAnswer]:
         """Answer the prompts in order. Returns no answers for a window during which `stop` was called."""
         groups: dict[SamplingConfig, list[int]] = {}
         for index, prompt in enumerate(prompts):
-            groups.setdefault(prompt.sampling(self._bench_config.sampling, self._changes), []).append(index)
+            groups.setdefault(prompt.sampling(self._bench.sampling, self._changes), []).append(index)
         delivered: dict[int, tuple[Peer, Delivered]] = {}
         for sampling, places in groups.items():
             peer, together = self._peer(sampling), [prompts[index] for index in places]
@@ -197,11 +184,11 @@ class PeerRunner:
 
     def _peer(self, sampling: SamplingConfig) -> Peer:
         """Return the comparator for this sampling, made at first use. Raises ModelError."""
-        config, bench_config = self._setting.config, self._bench_config
+        config, bench = self._setting.config, self._bench
         assert not isinstance(config, MethodConfig)
         if sampling not in self._peers:
             try:
-                self._peers[sampling] = config.peer(self._pair, sampling, bench_config.batch_size, self._longest)
+                self._peers[sampling] = config.peer(self._pair, sampling, bench.batch_size, self._longest)
             except ModelError as error:
                 raise ModelError(f"{self._setting.method}: {error}") from None
         return self._peers[sampling]
@@ -211,7 +198,7 @@ class PeerRunner:
         peer.stopped |= self._stopped
         name = self._setting.name
         try:
-            return list(peer.run(_peer_inputs(prompts), derive_seed(self._bench_config.seed, prompts[0].record.id)))
+            return list(peer.run(_peer_inputs(prompts), derive_seed(self._bench.seed, prompts[0].record.id)))
         except ModelError as error:
             raise ModelError(f"{name}: {error}") from None
         except Exception as error:  # other code may raise any error for a model that it cannot decode
@@ -252,12 +239,12 @@ def _named(answer_id: str | int | None, text: str) -> str:
 Runner = EngineRunner | PeerRunner
 
 
-def make_runner(pair: Engine, setting: SweepSetting, bench_config: BenchConfig, longest: int = 0) -> Runner:
+def make_runner(pair: Engine, setting: SweepSetting, bench: BenchConfig, longest: int = 0) -> Runner:
     """Make the runner of a setting. longest: tokens of the longest prompt. Raises ModelError where another code does
     not take the target."""
-    ranked = any(dataset.ranks is not None for dataset in bench_config.datasets)  # a ranking needs all hypotheses
+    ranked = any(dataset.ranks is not None for dataset in bench.datasets)  # a ranking needs all hypotheses
     changes = {"n_best": setting.config.num_beams} if ranked else {}
     if isinstance(setting.config, MethodConfig):
-        return EngineRunner(pair, setting, bench_config, changes)
-    assert bench_config.grammar is None, "checked by the command"
-    return PeerRunner(pair, setting, bench_config, changes, longest)
+        return EngineRunner(pair, setting, bench, changes)
+    assert bench.grammar is None, "checked by the command"
+    return PeerRunner(pair, setting, bench, changes, longest)

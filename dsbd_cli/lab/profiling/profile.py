@@ -37,9 +37,7 @@ from dsbd_cli.requests import Request
 from dsbd_cli.stats import RequestStats
 
 SLOT_STEP = 32
-MEASUREMENT_SHARE = (
-    0.2  # of the time, for one measurement at most; texts that end early and drafts that pass take a fraction of it
-)
+MEASUREMENT_SHARE = 0.2  # of the time, for one at most; texts that end early and drafts that pass take less
 FEWER_TOKENS = (16, 4)
 
 
@@ -342,10 +340,8 @@ def _one_forward(model: ForestModel, slots: int, nodes: int, clock: Callable[[],
 
 
 def _measured(setting: ForestSize, measurements: list[EngineMeasurement], roofline: Roofline | None) -> MeasuredSetting:
-    last, middle = (
-        measurements[-1],
-        sorted(measurements, key=lambda measurement: measurement.seconds)[len(measurements) // 2],
-    )
+    last = measurements[-1]
+    middle = sorted(measurements, key=lambda measurement: measurement.seconds)[len(measurements) // 2]
     return MeasuredSetting(
         setting=setting,
         seconds=spread_of([measurement.seconds for measurement in measurements]),

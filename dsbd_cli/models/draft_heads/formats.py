@@ -165,9 +165,9 @@ def _verifier(config: Mapping[str, Any]) -> str:
 def read_mtp(tensors: Tensors, target: DecoderForestModel) -> DraftHeadParts:
     """Read the MTP layer of the target's own checkpoint. Raises ModelError where there is none."""
     config, body = target.decoder.config, target.decoder.weights
-    names, draft_head_tensors = find_mtp(tensors, config.layers)
+    names, mtp_tensors = find_mtp(tensors, config.layers)
     one_layer = replace(config, layers=1, windows=(None,), rotary=(config.rotary[-1],))
-    reader = WeightReader(one_layer, draft_head_tensors, target.weights_dtype)
+    reader = WeightReader(one_layer, mtp_tensors, target.weights_dtype)
     weights = DecoderWeights(
         body.table, [reader.layer(0)], reader.norm(f"{names.norm}.weight", config.hidden), body.lm_head, body.dtype
     )
@@ -178,10 +178,10 @@ def read_mtp(tensors: Tensors, target: DecoderForestModel) -> DraftHeadParts:
             for name in (names.token_norm, names.state_norm)
         ),
     )
-    if MTP_LM_HEAD in draft_head_tensors:
+    if MTP_LM_HEAD in mtp_tensors:
         lm_head = reader.tensor(MTP_LM_HEAD, config.vocabulary, config.hidden)
         weights.lm_head = PlainLinear([lm_head], [None])
-    draft_head_tensors.refuse_rest(frozenset(("embed_tokens.weight",)))
+    mtp_tensors.refuse_rest(frozenset(("embed_tokens.weight",)))
     decoder = MtpDecoder(one_layer, weights, _ops(one_layer, target), parts)
     _move_to_target(decoder, target)
     return DraftHeadParts(decoder, None, ((),), names.form)

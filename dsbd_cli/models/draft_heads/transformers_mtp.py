@@ -90,22 +90,21 @@ def _tables(model: Any) -> list[Tensor]:
 def read_transformers_mtp(tensors: Tensors, target: BaseForestModel, name: str) -> TransformersDraftHead:
     """Read the MTP layer of such a target's own checkpoint. Raises ModelError where there is none, or where it is
     not understood."""
-    names, draft_head_tensors = find_mtp(tensors, target.layer_count)
+    names, mtp_tensors = find_mtp(tensors, target.layer_count)
     theirs = target.settings
-    model = _one_layer(draft_head_tensors, names, theirs, target)
-    own_lm_head = MTP_LM_HEAD in draft_head_tensors
+    model = _one_layer(mtp_tensors, names, theirs, target)
+    own_lm_head = MTP_LM_HEAD in mtp_tensors
     model.set_input_embeddings(theirs.get_input_embeddings())
-    model.set_output_embeddings(
-        _linear(draft_head_tensors, MTP_LM_HEAD, target) if own_lm_head else theirs.get_output_embeddings()
-    )
-    draft_head_tensors.refuse_rest(frozenset(("embed_tokens.weight",)))
+    lm_head = _linear(mtp_tensors, MTP_LM_HEAD, target) if own_lm_head else theirs.get_output_embeddings()
+    model.set_output_embeddings(lm_head)
+    mtp_tensors.refuse_rest(frozenset(("embed_tokens.weight",)))
     model.eval().requires_grad_(False).to(target.device)
     head = TransformersDraftHead(target, model, name, names.form)
     head.fit_width(target.vocab_size)
     return head
 
 
-def _one_layer(draft_head_tensors: DraftHeadTensors, names: MtpNames, theirs: Any, target: BaseForestModel) -> Any:
+def _one_layer(mtp_tensors: DraftHeadTensors, names: MtpNames, theirs: Any, target: BaseForestModel) -> Any:
     """Return a model of the target's class with the MTP layer alone, whose embeddings and LM head are stand-ins."""
     config = theirs.config
     if getattr(config, "quantization_config", None) is not None:
@@ -117,11 +116,11 @@ def _one_layer(draft_head_tensors: DraftHeadTensors, names: MtpNames, theirs: An
             raise ModelError(f"the target's config says {name} = {value!r}, which is not known here")
     layer = [
         name_of_tensor
-        for name_of_tensor in draft_head_tensors
+        for name_of_tensor in mtp_tensors
         if name_of_tensor.startswith("layers.0.") and "rotary_emb" not in name_of_tensor
     ]
-    state = {f"model.{name_of_tensor}": draft_head_tensors[name_of_tensor]() for name_of_tensor in layer}
-    state["model.norm.weight"] = draft_head_tensors[f"{names.norm}.weight"]()
+    state = {f"model.{name_of_tensor}": mtp_tensors[name_of_tensor]() for name_of_tensor in layer}
+    state["model.norm.weight"] = mtp_tensors[f"{names.norm}.weight"]()
     sparse = any(".mlp.experts." in name_of_tensor for name_of_tensor in layer)
     with quiet():
         try:
@@ -140,10 +139,10 @@ def _one_layer(draft_head_tensors: DraftHeadTensors, names: MtpNames, theirs: An
         if rest := sorted(set(keys) - set(TABLES)):
             raise ModelError(f"the tensor {rest[0].removeprefix('model.')} is {what}")
     hidden = target.hidden_size
-    model.mtp_fc = _linear(draft_head_tensors, f"{names.fc}.weight", target, 2 * hidden)
+    model.mtp_fc = _linear(mtp_tensors, f"{names.fc}.weight", target, 2 * hidden)
     for attribute, name in (("mtp_token_norm", names.token_norm), ("mtp_state_norm", names.state_norm)):
         norm = copy.deepcopy(model.base_model.norm)
-        norm.weight = nn.Parameter(_tensor(draft_head_tensors, f"{name}.weight", (hidden,)).to(norm.weight.dtype))
+        norm.weight = nn.Parameter(_tensor(mtp_tensors, f"{name}.weight", (hidden,)).to(norm.weight.dtype))
         setattr(model, attribute, norm)
     return model
 
@@ -168,21 +167,19 @@ def _config(config: Any, *, sparse: bool) -> Any:
     return settings
 
 
-def _linear(
-    draft_head_tensors: DraftHeadTensors, name: str, target: BaseForestModel, inputs: int | None = None
-) -> nn.Linear:
+def _linear(mtp_tensors: DraftHeadTensors, name: str, target: BaseForestModel, inputs: int | None = None) -> nn.Linear:
     """Return a linear layer of the head; without `inputs` it is an LM head."""
     hidden = target.hidden_size
     shape = (target.vocab_size, hidden) if inputs is None else (hidden, inputs)
     made = nn.Linear(1, 1, bias=False, device="meta")
-    made.weight = nn.Parameter(_tensor(draft_head_tensors, name, shape).to(target.weights_dtype))
+    made.weight = nn.Parameter(_tensor(mtp_tensors, name, shape).to(target.weights_dtype))
     made.out_features, made.in_features = shape
     return made
 
 
-def _tensor(draft_head_tensors: DraftHeadTensors, name: str, shape: tuple[int, ...]) -> Tensor:
+def _tensor(mtp_tensors: DraftHeadTensors, name: str, shape: tuple[int, ...]) -> Tensor:
     """Return a tensor. Raises KeyError where it is missing, ModelError where it has another shape."""
-    tensor = draft_head_tensors[name]()
+    tensor = mtp_tensors[name]()
     if tensor.shape != shape:
         sizes = [" x ".join(map(str, size)) for size in (tensor.shape, shape)]
         raise ModelError(f"the tensor {name} is {sizes[0]}, not {sizes[1]}")

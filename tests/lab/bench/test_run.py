@@ -77,7 +77,7 @@ def test_a_run_measures_every_method_on_the_same_records(pair: Engine) -> None:
 def test_the_time_left_is_told_from_the_first_window(pair: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock is moved by the windows alone: greedy takes 2 s, beam sampling 10 s, everything on sql twice that."""
     now = 0.0
-    bench_config = bench(pair, ["greedy", "beam-sampling"], records=16, rounds=2, tasks=("qa", "sql"))._bench_config
+    bench_config = bench(pair, ["greedy", "beam-sampling"], records=16, rounds=2, tasks=("qa", "sql"))._bench
     running = Bench(pair, bench_config, command=["bench"], clock=lambda: now)
 
     def measure(part: BenchPart, setting: SweepSetting, number: int, window: int) -> None:
