@@ -163,7 +163,7 @@ def test_a_draft_has_run_what_is_above_a_layer_that_was_given_up(family: str, mo
     made.log_steps = True
     made._planner = planner = RandomPlanner(4, 3, 8)
     choose = planner.choose
-    monkeypatch.setattr(planner, "choose", lambda *given: choose(*given)._replace(drafts_per_layer=8))
+    monkeypatch.setattr(planner, "choose", lambda *arguments: choose(*arguments)._replace(drafts_per_layer=8))
     sampling = SamplingConfig(max_new_tokens=100, n_best=1, temperature=0.3)
     texts = [tuple(ids) for ids in prompts(2, 1)]
     requests = [Request(id=str(i), seed=i, prompt_ids=ids, sampling=sampling) for i, ids in enumerate(texts)]
@@ -214,8 +214,8 @@ def test_a_draft_that_rested_reads_a_prompt_into_states_that_begin_anew(family: 
         last = torch.tensor([[prompt[-1]]])
         seen = (positions <= 21)[:, None]
         logits.append(draft.forward(ForestInput(last, torch.tensor([[21]]), torch.tensor([[21]]), seen, positions)))
-    fresh, found = logits
+    fresh, resumed = logits
     assert fresh is not None
-    assert found is not None
-    assert torch.equal(found, fresh)
+    assert resumed is not None
+    assert torch.equal(resumed, fresh)
     caches.release()
