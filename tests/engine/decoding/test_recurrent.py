@@ -22,7 +22,7 @@ from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.models.adapted.causal import CausalForestModel
 from dsbd_cli.models.recurrent.states import StateCache
 from dsbd_cli.requests import Request
-from tests.engine.decoding.test_transformers import found, prompts
+from tests.engine.decoding.test_transformers import decoded, prompts
 from tests.helpers.tiny import RECURRENT, V, build
 from tests.helpers.toys import NumberCodec
 from tests.helpers.worlds import RandomPlanner
@@ -95,7 +95,7 @@ def test_search_is_transformers_beam_search(family: str, by_kernel: bool, monkey
     want = expected(family, batch)
     target, draft = CausalForestModel(model(family), family), CausalForestModel(model(family, 0.02), family)
     for small, rows, count in ((None, 4, 6), (draft, 3, 6), (None, 1, 2)):
-        assert found(engine(target, small, batch=rows), batch[:count], BEAMS, 1.0, False, NEW) == want[:count]
+        assert decoded(engine(target, small, batch=rows), batch[:count], BEAMS, 1.0, False, NEW) == want[:count]
 
 
 @pytest.mark.parametrize("pair", [("mamba2", "llama"), ("llama", "mamba2"), ("qwen3.5", "lfm2"), ("mamba", "mamba2")])
@@ -103,10 +103,10 @@ def test_coupled_text_does_not_depend_on_the_draft(pair: tuple[str, str]) -> Non
     """A recurrent target with a draft of attention, and the other way round."""
     target, draft = (CausalForestModel(model(name), name) for name in pair)
     batch = prompts(4, seed=3)
-    want = found(engine(target, None, rule="coupled", batch=1), batch, BEAMS, 1.0, False, NEW)
+    want = decoded(engine(target, None, rule="coupled", batch=1), batch, BEAMS, 1.0, False, NEW)
     for depth, rows in ((3, 3), (1, 2)):
         made = engine(target, draft, rule="coupled", depth=depth, batch=rows)
-        assert found(made, batch, BEAMS, 1.0, False, NEW) == want
+        assert decoded(made, batch, BEAMS, 1.0, False, NEW) == want
 
 
 class Resting:
