@@ -94,7 +94,7 @@ class Only(LegalTokens):
 class Trial:
     """What an iteration without drafts computes of each row, by (beam, token), by rank, or by token."""
 
-    found: list[dict[object, object]]
+    row_facts: list[dict[object, object]]
 
     @classmethod
     def of(cls, rows: Sequence[Row], method: MethodConfig, *, roots: int, lists: bool) -> Trial:
@@ -286,10 +286,10 @@ def test_a_row_has_the_bits_that_it_has_alone(
     method = MethodConfig.of({"rule": rule, "num_beams": width, "depth": 0, "width": "fixed", "warp_scope": scope})
     kind = "trie" if trie else "any"
     rows = [random_row(seed + 1000 * index, width, vocabulary, rule, kind) for index in range(count)]
-    together = Trial.of(rows, method, roots=width, lists=False).found
-    listed = Trial.of(rows, method, roots=width, lists=True).found if trie else together
+    together = Trial.of(rows, method, roots=width, lists=False).row_facts
+    listed = Trial.of(rows, method, roots=width, lists=True).row_facts if trie else together
     for index, row in enumerate(rows):
-        alone = Trial.of([row], method, roots=1 if row.one_root else width, lists=trie).found[0]
+        alone = Trial.of([row], method, roots=1 if row.one_root else width, lists=trie).row_facts[0]
         for name, value in alone.items():
             assert together[index][name] == value, (index, name)
             assert listed[index][name] == value, (index, name, "listed")

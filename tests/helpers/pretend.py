@@ -56,7 +56,7 @@ class SameDevice(TorchDispatchMode):
     strict: raises where an operation takes or makes any tensor on the CPU.
     """
 
-    known: ClassVar[dict[Any, Any]] = {}
+    forms: ClassVar[dict[Any, Any]] = {}
     strict = False
 
     @classmethod
@@ -69,13 +69,13 @@ class SameDevice(TorchDispatchMode):
         if func._schema.is_mutable:
             return self._checked(func, args, kwargs)
         key = self.strict, func, form(args), tuple((name, form(value)) for name, value in kwargs.items())
-        if key not in self.known:
+        if key not in self.forms:
             outputs = self._checked(func, args, kwargs)
             parts = outputs if isinstance(outputs, tuple) else (outputs,)
             if all(isinstance(item, Tensor) and item.device == DEVICE for item in parts):
-                self.known[key] = isinstance(outputs, tuple), form(parts)
+                self.forms[key] = isinstance(outputs, tuple), form(parts)
             return outputs
-        several, parts = self.known[key]
+        several, parts = self.forms[key]
         made = tuple(torch.empty_strided(size, steps, dtype=kind, device=DEVICE) for size, steps, kind, _ in parts)
         return made if several else made[0]
 
