@@ -211,8 +211,8 @@ class Format(Variant):
     """Description of an output format, in which a row's answer is written.
 
     Attributes:
-        resumable: its lines say which rows they answer, as a native record or an OpenAI line does, so that a run can be
-            resumed.
+        resumable: its lines are JSON objects with the `id` and `key` of the rows that they answer, as native records
+            or OpenAI lines have them, so that a run can be resumed.
         columns: the column names that a table begins with: as a line with commas between them, or as Parquet has them.
         carries: columns of an input table that are no fields stand behind these, as `method.carried` says.
         parquet: records go into a Parquet file.

@@ -124,11 +124,6 @@ class Kernel(NamedTuple):
         return self.least <= processor <= self.most or (self.least == Processor.AVX2 and ON_ARM)
 
 
-def _log_total(values: Tensor, highest: Tensor) -> Tensor:
-    total = logsumexp.log_total(values, highest)
-    return reference.log_total(values, highest) if total is None else total
-
-
 def _load_candidates() -> object:
     """Load the kernel of `candidates`, and that of `log_total`, by which tensor code gives a row the same bits where it
     selects."""
@@ -199,7 +194,7 @@ TABLE = (
     Kernel("prompt_attention", prompt_attention, prompt_attention.compiled,
            "torch computes attention to prompts", least=AVX512, most=AVX512_BF16, dtypes=FLOATS, needs=(_TEAM,),
            elsewhere="the kernel is for processors with AVX-512 and without matrix units"),
-    Kernel("log_total", _log_total, logsumexp.compiled, "torch computes the sums over the vocabulary"),
+    Kernel("log_total", logsumexp.log_total, logsumexp.compiled, "torch computes the sums over the vocabulary"),
     Kernel("candidates", candidates.candidates, _load_candidates, _ITERATIONS),
     Kernel("draft", _draft, iteration.compiled, _ITERATIONS),
     Kernel("verify", _verify, iteration.compiled, _ITERATIONS),

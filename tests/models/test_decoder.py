@@ -172,7 +172,7 @@ def until(row: list[int], ends: list[int]) -> list[int]:
     return row[: next((position + 1 for position, token in enumerate(row) if token in ends), len(row))]
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2", "granite", "olmo2", "smollm3", NARROW_HEADS])
+@pytest.mark.parametrize("name", DECODERS)
 @pytest.mark.parametrize("programs", [True, False])
 def test_hidden_states_are_those_of_transformers(name: str, programs: bool, loaded: Loads) -> None:
     """After no, one and all layers; the last one before its norm, which transformers has normalised."""

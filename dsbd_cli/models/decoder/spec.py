@@ -2,7 +2,7 @@
 transformers.
 
 The standard decoder: RMS norms, rotary positions, grouped attention, a gated MLP. Families differ in the numbers and
-switches of a `DecoderSpec`, and in the names of their tensors (weights.py).
+switches of a `DecoderSpec`, which also say how their tensors are named (weights.py).
 """
 
 from __future__ import annotations
@@ -73,14 +73,13 @@ class DecoderSpec:
     """A standard decoder in numbers.
 
     Attributes:
-        family: model_type of the checkpoint, which names its tensors.
         hidden, inner, layers, heads, kv_heads, head_dim, vocabulary: sizes.
         eps: of the norms. unit_offset: the norms multiply by 1 + weight.
         gelu: the gate goes through gelu (tanh) in place of silu.
         qkv_bias, out_bias, mlp_bias: which products have a bias.
         head_norms: queries and keys are normalised head by head. norms_over_all_heads: over all heads together.
         pre_norms, post_norms: norms before and after attention and MLP.
-        tied: the head is the embedding table.
+        tied: the head is the embedding table. fused: one tensor holds queries, keys and values, another gate and up.
         windows: per layer, the width of its sliding window in positions; None without one.
         rotaries: kinds of rotary positions. rotary: per layer, the index of its kind.
         scale: factor of attention scores. softcap, logit_softcap: caps of attention scores and of logits; None without.
@@ -89,7 +88,6 @@ class DecoderSpec:
         wide_rotary: angles and norms stay float32 where the rest is bfloat16, which our kernels do not do.
     """
 
-    family: str
     hidden: int
     inner: int
     layers: int
@@ -113,6 +111,7 @@ class DecoderSpec:
     pre_norms: bool = True
     post_norms: bool = False
     tied: bool = False
+    fused: bool = False
     softcap: float | None = None
     logit_softcap: float | None = None
     embedding_scale: float = 1.0
@@ -185,7 +184,6 @@ def _common(config: Any) -> dict[str, Any]:
         window = None
     slides = [kinds is None or kinds[layer] == "sliding_attention" for layer in range(layers)]
     return {
-        "family": config.model_type,
         "hidden": config.hidden_size,
         "inner": config.intermediate_size,
         "layers": layers,
@@ -293,6 +291,10 @@ def _gemma3(config: Any) -> dict[str, Any]:
     return {**_gemma2(config), "head_norms": True}
 
 
+def _phi3(config: Any) -> dict[str, Any]:
+    return {"fused": True}
+
+
 def _granite(config: Any) -> dict[str, Any]:
     return {
         **_llama(config),
@@ -333,7 +335,7 @@ FAMILIES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
-    "phi3": _as_common,
+    "phi3": _phi3,
     "granite": _granite,
     "olmo2": _olmo2,
     "olmo3": _olmo2,

@@ -167,7 +167,7 @@ class WeightReader:
                 self.norm(f"{at}self_attn.q_norm.weight", wide[0], of_heads=True),
                 self.norm(f"{at}self_attn.k_norm.weight", wide[1], of_heads=True),
             )
-        if spec.family == "phi3":
+        if spec.fused:
             qkv = self._parts(f"{at}self_attn.qkv_proj", (query, key, key), inputs)
             gate_up = self._parts(f"{at}mlp.gate_up_proj", (2 * spec.inner,), spec.hidden)
         else:

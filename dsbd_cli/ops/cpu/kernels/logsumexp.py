@@ -42,7 +42,7 @@ PIECE = 64 * FOUR
 
 @njit(error_model="numpy")
 def shares(values, narrow, start, highest):
-    """Return exp(x - highest) of the LANES numbers x from `place` on."""
+    """Return exp(x - highest) of the LANES numbers x from `start` on."""
     vector = load_bf16(values + start * 2) if narrow else load_f32(values + start * WORD)
     return exp2(mul(sub(vector, highest), splat(types.float32(LOG2_E))))
 
