@@ -79,14 +79,15 @@ def markdown_table(rows: Sequence[dict[str, str]]) -> str:
     right."""
     names = list(rows[0])
     lines = [
-        [cell.replace("|", "\\|") for cell in line] for line in (names, *([row[one] for one in names] for row in rows))
+        [cell.replace("|", "\\|") for cell in line]
+        for line in (names, *([row[name] for name in names] for row in rows))
     ]
-    widths = [max(len(line[place]) for line in lines) for place in range(len(names))]
-    rule = ["-" * (width + 1) + (":" if place else "-") for place, width in enumerate(widths)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(names))]
+    rule = ["-" * (width + 1) + (":" if column else "-") for column, width in enumerate(widths)]
     padded = [
         [
-            f" {cell:{'>' if place else '<'}{width}} "
-            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
+            f" {cell:{'>' if column else '<'}{width}} "
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
         ]
         for line in lines
     ]

@@ -61,17 +61,17 @@ def compared(target: str, todo: Sequence[tuple[int, str]], options: argparse.Nam
         ids = [encoded(codec, text) for _, text in some]
         requests = [Request(prompt_ids=prompt, sampling=sampling) for prompt in ids]
         ours = list(engine.run(requests))
-        for (number, text), prompt, found, theirs in zip(some, ids, ours, peer.run(ids, 0), strict=True):
-            if found.error is not None:
-                raise found.error
-            mine = [tuple(one.token_ids) for one in found.hypotheses]
+        for (number, text), prompt, result, theirs in zip(some, ids, ours, peer.run(ids, 0), strict=True):
+            if result.error is not None:
+                raise result.error
+            mine = [tuple(beam.token_ids) for beam in result.hypotheses]
             line = {"target": Path(target).name, "number": number, "prompt": text, "tokens": len(mine[0])}
             line |= {name: getattr(options, name) for name in SETTINGS}
             line |= {"best": mine[0] == theirs.token_ids, "all": mine == list(theirs.ranked)}
             if not line["best"]:
                 asked = torch.tensor(prompt)
                 gap = sequence_logprob(model, asked, mine[0]) - sequence_logprob(model, asked, theirs.token_ids)
-                line |= {"ours": found.text, "transformers": theirs.text, "gap_nats": gap}
+                line |= {"ours": result.text, "transformers": theirs.text, "gap_nats": gap}
             yield line
 
 
@@ -122,11 +122,11 @@ def main() -> None:
     for target in options.target:
         done = {run["number"] for run in runs if run["target"] == Path(target).name}
         todo = [item for item in texts if item[0] not in done]
-        for place, line in enumerate(compared(target, todo, options) if todo else (), 1):
+        for count, line in enumerate(compared(target, todo, options) if todo else (), 1):
             runs.append(line)
-            if place % options.batch_size == 0 or place == len(todo):
+            if count % options.batch_size == 0 or count == len(todo):
                 write_results(folder, runs, report(runs, options))
-                print(f"{line['target']}: {len(done) + place} of {len(texts)}", flush=True)
+                print(f"{line['target']}: {len(done) + count} of {len(texts)}", flush=True)
                 if options.seconds is not None and time.monotonic() - began > options.seconds:
                     return
 

@@ -94,7 +94,7 @@ def chosen(text: str | None) -> Sequence[Cell]:
     if text is None or text == "grid":
         return CELLS if text is None else GRID
     named = {f"{cell.beams}x{cell.prompts}x{cell.length}": cell for cell in GRID}
-    named |= {str(place): cell for place, cell in enumerate(CELLS, 1)}
+    named |= {str(number): cell for number, cell in enumerate(CELLS, 1)}
     if unknown := [name for name in text.split(",") if name not in named]:
         raise SystemExit(f"--cells {unknown[0]} is no cell: they are {', '.join(named)}")
     return [named[name] for name in text.split(",")]
@@ -140,7 +140,7 @@ class Child:
         if not line:
             raise SystemExit(f"{self._name} ended with {self._process.wait()}: run its command by hand to see why")
         answer: dict[str, Any] = json.loads(line)
-        lengths = [len(one) for one in answer["best"]]
+        lengths = [len(text) for text in answer["best"]]
         if len(lengths) != len(ids) or max(lengths) > tokens:
             raise SystemExit(f"{self._name} answered with {lengths} tokens in place of {len(ids)} times {tokens}")
         answer["short"] = sum(length < tokens for length in lengths)
@@ -250,15 +250,15 @@ def started(model: Path, engines: Sequence[str], threads: int, rounds: int, runs
 def equal(model: Path, threads: int, runs: list[dict[str, Any]]) -> None:
     """Append of how many prompts an engine's best answer in float32 is that of transformers: with 1 beam and with 4."""
     cell = Cell(4, EQUAL_PROMPTS, 50, EQUAL_TOKENS, 1)
-    ids, found = take(prompts(model), cell), dict[str, list[list[list[int]]]]()
+    ids, answers = take(prompts(model), cell), dict[str, list[list[list[int]]]]()
     for engine in EQUAL:
         child = Child(engine, model, threads)
-        found[engine] = [child.ask(ids, beams, cell.tokens)["best"] for beams in (1, 4)]
+        answers[engine] = [child.ask(ids, beams, cell.tokens)["best"] for beams in (1, 4)]
         child.close()
     for engine in EQUAL[1:]:
         one, four = (
             sum(a == b for a, b in zip(mine, theirs, strict=True))
-            for mine, theirs in zip(found[engine], found[EQUAL[0]], strict=True)
+            for mine, theirs in zip(answers[engine], answers[EQUAL[0]], strict=True)
         )
         runs.append({"model": model.name, "engine": engine, "equal": [one, four]})
 
@@ -274,8 +274,8 @@ def seconds_of(runs: Sequence[dict[str, Any]], engine: str, cell: Cell) -> list[
 
 def middle(runs: Sequence[dict[str, Any]], engine: str, cell: Cell) -> float | None:
     """Return the median seconds of a cell; None where it was not run."""
-    found = seconds_of(runs, engine, cell)
-    return statistics.median(found) if found else None
+    seconds = seconds_of(runs, engine, cell)
+    return statistics.median(seconds) if seconds else None
 
 
 def times_as_fast(runs: Sequence[dict[str, Any]], engine: str, cell: Cell) -> float | None:
@@ -308,7 +308,11 @@ def report(
         seconds = {engine: middle(runs, engine, cell) for engine in engines}
         if not any(seconds.values()):
             continue
-        times = {engine: found for engine in engines if (found := times_as_fast(runs, engine, cell)) is not None}
+        times = {
+            engine: times_faster
+            for engine in engines
+            if (times_faster := times_as_fast(runs, engine, cell)) is not None
+        }
         best = min((engine for engine in THEIRS if engine in times), key=lambda engine: times[engine], default=None)
         row = {"tokens/s, or s to the first token": cell.name}
         row |= {engine: shown(cell, seconds[engine]) for engine in engines}
@@ -329,14 +333,14 @@ def report(
                 "times as fast": f"{ratio:.1f}, {theirs:.1f}" if theirs else f"{ratio:.1f}",
             })  # fmt: skip
         rows.append(row)
-    begun = {one: [run["start"] for run in runs if run["engine"] == one and "start" in run] for one in engines}
+    begun = {engine: [run["start"] for run in runs if run["engine"] == engine and "start" in run] for engine in engines}
     starts = [
         {
             "engine": engine,
-            "start to the first answer, s": f"{statistics.median(found):.1f}" if found else "-",
+            "start to the first answer, s": f"{statistics.median(start_seconds):.1f}" if start_seconds else "-",
             "own memory at most, GB": f"{memory / 1e9:.1f}" if (memory := most(runs, engine)) else "-",
         }
-        for engine, found in begun.items()
+        for engine, start_seconds in begun.items()
     ]
     parts = [
         "# Beside other engines",
@@ -376,7 +380,7 @@ def figure(
     Nothing is drawn where no cell has one prompt.
     """
     alone = [cell for cell in cells if cell.prompts == 1 and cell.tokens > 1]
-    wide = [cell for cell in alone if cell.length == min(one.length for one in alone)]
+    wide = [cell for cell in alone if cell.length == min(cell.length for cell in alone)]
     if not wide:
         return
     import matplotlib as mpl
@@ -386,7 +390,7 @@ def figure(
 
     drawn, axes = plt.subplots(figsize=(6.4, 4))
     for engine in engines:
-        points = [(cell.beams, cell.tokens / found) for cell in wide if (found := middle(runs, engine, cell))]
+        points = [(cell.beams, cell.tokens / seconds) for cell in wide if (seconds := middle(runs, engine, cell))]
         if points:
             axes.plot(*zip(*points, strict=True), marker="o", label=engine, linewidth=2.4 if engine == OURS else 1.2)
     axes.set_xscale("log")
@@ -424,7 +428,9 @@ def main() -> None:
         equal(options.equal, options.threads, runs)
     if options.starts and not any("start" in run for run in runs):
         started(options.target, engines, options.threads, options.starts, runs)
-    missing = [cell for cell in cells if any(middle(runs, one, cell) is None for one in able(engines, cell.beams))]
+    missing = [
+        cell for cell in cells if any(middle(runs, engine, cell) is None for engine in able(engines, cell.beams))
+    ]
     for _ in measured(options.target, engines, missing, options.threads, runs) if missing else ():
         write_results(folder, runs, report(options.target, runs, engines, dict.fromkeys(cells))[0])
     cells = tuple(dict.fromkeys(cells))

@@ -52,24 +52,24 @@ def require(condition: bool, message: str) -> None:
 def prompts(rows: int) -> bytes:
     """Rows of every kind: flat, OpenAI, without an id, with an id twice, broken ones, ones that the engine refuses."""
     lines = []
-    for place in range(rows):
-        kind = place % 20
+    for index in range(rows):
+        kind = index % 20
         if kind == 3:
-            lines.append(json.dumps({"prompt": f"no id {place}", "n": 2}))
+            lines.append(json.dumps({"prompt": f"no id {index}", "n": 2}))
         elif kind == 7:
-            body = {"model": "m", "prompt": f"envelope {place}", "max_tokens": 4}
-            row = {"custom_id": f"o{place}", "method": "POST", "url": "/v1/completions", "body": body}
+            body = {"model": "m", "prompt": f"envelope {index}", "max_tokens": 4}
+            row = {"custom_id": f"o{index}", "method": "POST", "url": "/v1/completions", "body": body}
             lines.append(json.dumps(row))
         elif kind == 11:
             lines.append('{"id": "broken ')
         elif kind == 13:
-            lines.append(json.dumps({"id": f"f{place}", "prompt": "fail"}))
+            lines.append(json.dumps({"id": f"f{index}", "prompt": "fail"}))
         elif kind in (17, 18):  # the same id and content twice, and a third row with that id alone
             lines.append(
-                json.dumps({"id": f"twice {place // 40}", "prompt": "the same" if place % 40 < 38 else "other"})
+                json.dumps({"id": f"twice {index // 40}", "prompt": "the same" if index % 40 < 38 else "other"})
             )
         else:
-            lines.append(json.dumps({"id": f"r{place}", "prompt": f"row {place} — größer", "metadata": {"n": place}}))
+            lines.append(json.dumps({"id": f"r{index}", "prompt": f"row {index} — größer", "metadata": {"n": index}}))
     return "\n".join(lines).encode() + b"\n"
 
 
@@ -113,19 +113,19 @@ class Folder:
     def steps(self) -> list[object]:
         return [without_times(json.loads(line)) for line in self.stats.read_bytes().splitlines()]
 
-    def alike(self, found: object, wanted: object) -> bool:
+    def alike(self, recorded: object, wanted: object) -> bool:
         """Equal, but for numbers within the slack."""
-        if isinstance(found, dict) and isinstance(wanted, dict):
-            if self.slack and "stats" in found and found["stats"] != wanted.get("stats"):
+        if isinstance(recorded, dict) and isinstance(wanted, dict):
+            if self.slack and "stats" in recorded and recorded["stats"] != wanted.get("stats"):
                 self.other_counters += 1
-                found, wanted = {**found, "stats": None}, {**wanted, "stats": None}
-            return found.keys() == wanted.keys() and all(self.alike(found[name], wanted[name]) for name in wanted)
-        if isinstance(found, list) and isinstance(wanted, list):
-            return len(found) == len(wanted) and all(map(self.alike, found, wanted))
-        if isinstance(found, float) and isinstance(wanted, float):
-            self.largest = max(self.largest, abs(found - wanted))
-            return abs(found - wanted) <= self.slack
-        return found == wanted
+                recorded, wanted = {**recorded, "stats": None}, {**wanted, "stats": None}
+            return recorded.keys() == wanted.keys() and all(self.alike(recorded[name], wanted[name]) for name in wanted)
+        if isinstance(recorded, list) and isinstance(wanted, list):
+            return len(recorded) == len(wanted) and all(map(self.alike, recorded, wanted))
+        if isinstance(recorded, float) and isinstance(wanted, float):
+            self.largest = max(self.largest, abs(recorded - wanted))
+            return abs(recorded - wanted) <= self.slack
+        return recorded == wanted
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -161,8 +161,8 @@ def complete(folder: Folder, expected: Expected, *, steps: bool = True) -> None:
     require(code == 3, f"the last resume ended with {code}: {err}")
     records = folder.records()
     require(len(records) == len(expected[0]), f"{len(records)} records, not {len(expected[0])}")
-    for found, wanted in zip(records, expected[0], strict=True):
-        require(folder.alike(found, wanted), f"record {found} is not {wanted}")
+    for record, wanted in zip(records, expected[0], strict=True):
+        require(folder.alike(record, wanted), f"record {record} is not {wanted}")
     if steps and not folder.slack:
         require(folder.alike(folder.steps(), expected[1]), "step records differ")
 
@@ -288,16 +288,16 @@ def full_disk(folder: Folder) -> Result:
     """A file system that is too small (or, without the right to make one, a limit); then room is made."""
     expected = undisturbed(folder)
     limit = 60_000
-    with disk(folder.path / "disk", f"size={limit}") as place:
-        ordinary, folder.output = folder.output, place / "out.jsonl"
-        cap = None if place != folder.path else lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    with disk(folder.path / "disk", f"size={limit}") as mount:
+        ordinary, folder.output = folder.output, mount / "out.jsonl"
+        cap = None if mount != folder.path else lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
         code, err = folder.finish("--quiet", preexec_fn=cap)
         require(code == 1 and err.count("\n") == 1, f"ended with {code}: {err}")
         require("cannot write" in err, f"said {err}")
         data = folder.output.read_bytes()
         require(data.endswith(b"\n"), "the last line is torn")
         rows = len(folder.records())
-        for path in place.glob("out.jsonl*"):
+        for path in mount.glob("out.jsonl*"):
             if path.parent != ordinary.parent:
                 shutil.copy(path, ordinary.parent)
         folder.output = ordinary
@@ -307,23 +307,23 @@ def full_disk(folder: Folder) -> Result:
         "fault": f"full disk ({how})",
         "exit_code": code,
         "rows_before": rows,
-        "said": err.strip().replace(str(place), "DISK"),
+        "said": err.strip().replace(str(mount), "DISK"),
     }
 
 
 @contextlib.contextmanager
-def disk(place: Path, options: str) -> Iterator[Path]:
+def disk(mount: Path, options: str) -> Iterator[Path]:
     """A file system of its own, or the parent folder where none can be mounted."""
-    place.mkdir()
-    call = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)]
+    mount.mkdir()
+    call = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(mount)]
     mounted = (
         shutil.which("mount") is not None and subprocess.run(call, capture_output=True, check=False).returncode == 0
     )
     try:
-        yield place if mounted else place.parent
+        yield mount if mounted else mount.parent
     finally:
         if mounted:
-            subprocess.run(["umount", str(place)], check=True)
+            subprocess.run(["umount", str(mount)], check=True)
 
 
 def torn_line(folder: Folder) -> Result:
@@ -343,15 +343,15 @@ def torn_line(folder: Folder) -> Result:
 
 def read_only_folder(folder: Folder) -> Result:
     """A folder that may not be written to is one line and exit code 1. Root may write anywhere but there."""
-    with disk(folder.path / "disk", "ro") as place:
-        if place == folder.path:
-            place.chmod(0o555)
-        folder.output = place / "out.jsonl"
+    with disk(folder.path / "disk", "ro") as mount:
+        if mount == folder.path:
+            mount.chmod(0o555)
+        folder.output = mount / "out.jsonl"
         code, err = folder.finish()
-        place.chmod(0o755) if place == folder.path else None
+        mount.chmod(0o755) if mount == folder.path else None
     require(code == 1 and err.count("\n") == 1, f"ended with {code}: {err}")
     require("cannot write" in err and ("Permission denied" in err or "Read-only" in err), f"said {err}")
-    return {"fault": "read-only folder", "exit_code": 1, "said": err.strip().replace(str(place), "DISK")}
+    return {"fault": "read-only folder", "exit_code": 1, "said": err.strip().replace(str(mount), "DISK")}
 
 
 def clock_backwards(folder: Folder) -> Result:
@@ -399,7 +399,7 @@ FAULTS: dict[str, Callable[[Folder], Result]] = {
 }
 
 
-def real_engine(place: Path, rows: int) -> Folder:
+def real_engine(root: Path, rows: int) -> Folder:
     """A job for the real command, with the built-in pair or with random checkpoints."""
     from dsbd_cli.errors import ModelError
     from dsbd_cli.models.checkpoints.registry import BUILTIN, resolve
@@ -413,9 +413,9 @@ def real_engine(place: Path, rows: int) -> Folder:
 
         pair, tokenizer = "random", wrap(byte_level())
         for seed, role in enumerate(("target", "draft")):
-            names[seed] = str(save(place / role, tokenizer=tokenizer, vocab_size=len(tokenizer), seed=seed))
+            names[seed] = str(save(root / role, tokenizer=tokenizer, vocab_size=len(tokenizer), seed=seed))
     options = ("--target", names[0], "--draft", names[1], "--max-new-tokens", "24", "--dtype", "float32")
-    folder = Folder(place / "kill", rows, command=(sys.executable, "-m", "dsbd_cli"), options=options, slack=1e-4)
+    folder = Folder(root / "kill", rows, command=(sys.executable, "-m", "dsbd_cli"), options=options, slack=1e-4)
     folder.pair = pair
     return folder
 
@@ -434,10 +434,10 @@ def main() -> None:
     rows, kills = chosen.rows or (400 if chosen.real else 2000), chosen.kills or (10 if chosen.real else 50)
     runs: list[Result] = []
     with tempfile.TemporaryDirectory(prefix="dsbd-faults-") as name:
-        place = Path(name)
-        place.chmod(0o755)
+        root = Path(name)
+        root.chmod(0o755)
         begun = time.perf_counter()
-        folder = real_engine(place, rows) if chosen.real else Folder(place / "kill", rows)
+        folder = real_engine(root, rows) if chosen.real else Folder(root / "kill", rows)
         if chosen.workers:
             runs.append(kill_workers(folder, kills, chosen.workers, seed=chosen.seed))
         else:
@@ -451,7 +451,7 @@ def main() -> None:
         print(json.dumps(runs[-1]), flush=True)
         for number, fault in enumerate([] if chosen.real or chosen.workers else FAULTS.values()):
             begun = time.perf_counter()
-            runs.append(fault(Folder(place / str(number), 200)))
+            runs.append(fault(Folder(root / str(number), 200)))
             runs[-1]["wall_s"] = round(time.perf_counter() - begun, 1)
             print(json.dumps(runs[-1], ensure_ascii=False), flush=True)
     command = environment()["command"]

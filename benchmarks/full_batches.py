@@ -57,11 +57,11 @@ def answer(model: Any, codec: Any, beams: int, ids: list[list[int]]) -> float:
     """Return the seconds of all answers, decoded together."""
     engine = Engine(model, None, codec, MethodConfig(num_beams=beams, rule="search"), batch_size=len(ids))
     sampling = SamplingConfig(max_new_tokens=TOKENS, token_rules=f"none,min_new_tokens={TOKENS}")
-    requests = [Request(prompt_ids=tuple(one), sampling=sampling) for one in ids]
+    requests = [Request(prompt_ids=tuple(prompt), sampling=sampling) for prompt in ids]
     start = time.perf_counter()
-    found = list(engine.run(requests))
+    results = list(engine.run(requests))
     seconds = time.perf_counter() - start
-    assert all(one.hypotheses[0].num_tokens == TOKENS for one in found)
+    assert all(result.hypotheses[0].num_tokens == TOKENS for result in results)
     return seconds
 
 

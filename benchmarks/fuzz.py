@@ -219,10 +219,10 @@ class Fuzzer:
     """
 
     def __init__(
-        self, place: Path, *, families: Sequence[str] = (*CAUSAL, *HYBRID, *PAIRS), most_beams: int = 256
+        self, folder: Path, *, families: Sequence[str] = (*CAUSAL, *HYBRID, *PAIRS), most_beams: int = 256
     ) -> None:
-        """place: an empty folder for checkpoints and an index."""
-        self._place, self._families, self._most_beams = place, families, most_beams
+        """folder: an empty folder for checkpoints and an index."""
+        self._place, self._families, self._most_beams = folder, families, most_beams
         self._tokenizer = wrap(byte_level())
         self._loaded: dict[object, Loaded] = {}
         self._engines: dict[object, Engine] = {}
@@ -243,16 +243,16 @@ class Fuzzer:
             self.unpromised += 1
             return
         requests = configuration.requests()
-        found = self._beside(engine, configuration, requests)
-        for request, one in zip(requests, found, strict=True):
+        results = self._beside(engine, configuration, requests)
+        for request, together in zip(requests, results, strict=True):
             alone = self._plain(replace(configuration, beams=request.sampling.num_beams or configuration.beams))
             same = replace(request, sampling=replace(request.sampling, num_beams=None))
             wanted = self._alone(alone, same)
             self.rows += 1
-            if one != wanted:
+            if together != wanted:
                 again = self._beside(engine, configuration, requests)[int(request.id)]
                 alone_again = self._alone(alone, same)
-                self._tell(seed, number, configuration, request, (one, wanted, again, alone_again))
+                self._tell(seed, number, configuration, request, (together, wanted, again, alone_again))
 
     def line(self, seconds: float) -> str:
         """What came of it, in one line."""
@@ -270,15 +270,17 @@ class Fuzzer:
         request: Request,
         said: tuple[Said, Said, Said, Said],
     ) -> None:
-        found, wanted, again, alone_again = said
-        place = next((i for i, (one, other) in enumerate(zip(found, wanted, strict=False)) if one != other), "length")
-        one, other = (side[place] if isinstance(place, int) else len(side) for side in (found, wanted))
-        other_says = {found: "the same", wanted: "what is said alone"}
+        beside, wanted, again, alone_again = said
+        position = next(
+            (i for i, (beam, other) in enumerate(zip(beside, wanted, strict=False)) if beam != other), "length"
+        )
+        beam, other = (side[position] if isinstance(position, int) else len(side) for side in (beside, wanted))
+        other_says = {beside: "the same", wanted: "what is said alone"}
         batch_says = other_says.get(again, "something else")
         asked_again = f"asked again the batch says {batch_says}, the row alone {_same(alone_again, wanted)}"
         line = (
-            f"difference: row {request.id} of configuration {number}, hypothesis {place}: {one} beside others, {other} "
-            f"alone; {asked_again}; {configuration}; {request.sampling}; grammar {request.grammar}, allow "
+            f"difference: row {request.id} of configuration {number}, hypothesis {position}: {beam} beside others, "
+            f"{other} alone; {asked_again}; {configuration}; {request.sampling}; grammar {request.grammar}, allow "
             f"{request.allow}; python -m benchmarks.fuzz --seed {seed} --configurations {number + 1}"
         )
         self.differences.append(line)
@@ -401,8 +403,8 @@ def _int8(family: str, size: int, dtype: torch.dtype, tokenizer: PreTrainedToken
 def _promise(target: BaseForestModel) -> None:
     """As load_model does."""
     target.keep_recurrent_states_in(torch.float64)
-    found = check(target)
-    target.trust(found.varies, found.copies)
+    verdict = check(target)
+    target.trust(verdict.varies, verdict.copies)
 
 
 def said(result: RequestResult) -> Said:
@@ -410,13 +412,21 @@ def said(result: RequestResult) -> Said:
     if result.error is not None:
         return (type(result.error).__name__,)
     return tuple(
-        (one.token_ids, one.logprob.hex(), one.score.hex(), one.finish_reason, one.valid, one.answer_id, one.tokens)
-        for one in result.hypotheses
+        (
+            beam.token_ids,
+            beam.logprob.hex(),
+            beam.score.hex(),
+            beam.finish_reason,
+            beam.valid,
+            beam.answer_id,
+            beam.tokens,
+        )
+        for beam in result.hypotheses
     )
 
 
-def _same(one: Said, other: Said) -> str:
-    return "the same" if one == other else "something else"
+def _same(said: Said, other: Said) -> str:
+    return "the same" if said == other else "something else"
 
 
 @contextmanager
@@ -438,10 +448,10 @@ def out_of_memory(model: Any, forward: int) -> Iterator[None]:
 
     def failing(*args: object, **more: object) -> object:
         nonlocal left
-        found, left = plain(*args, **more), left - 1
+        result, left = plain(*args, **more), left - 1
         if left == 0:
             raise torch.OutOfMemoryError("simulated")
-        return found
+        return result
 
     if not forward:
         yield

@@ -31,7 +31,7 @@ def texts(rule: str, graphs: bool, kernels: bool, records: int) -> Texts:
     rows = itertools.islice(GENERATORS["sql"].records("test", 1), records)
     sampling = SamplingConfig(max_new_tokens=48, n_best=4)
     requests = [Request(row.prompt, id=row.id, seed=at, sampling=sampling) for at, row in enumerate(rows)]
-    return [[(one.token_ids, one.logprob) for one in result.hypotheses] for result in engine.generate(requests)]
+    return [[(beam.token_ids, beam.logprob) for beam in result.hypotheses] for result in engine.generate(requests)]
 
 
 def main() -> int:
@@ -45,15 +45,17 @@ def main() -> int:
     for rule in RULES:
         plain: Texts | None = None
         for graphs, kernels in WAYS:
-            found = texts(rule, graphs, kernels, arguments.records)
+            answers = texts(rule, graphs, kernels, arguments.records)
             if plain is None:
-                plain = found
-            same = [[a[0] for a in one] == [b[0] for b in other] for one, other in zip(plain, found, strict=True)]
+                plain = answers
+            same = [
+                [a[0] for a in answer] == [b[0] for b in other] for answer, other in zip(plain, answers, strict=True)
+            ]
             apart = max(
                 (
                     abs(a[1] - b[1])
-                    for one, other in zip(plain, found, strict=True)
-                    for a, b in zip(one, other, strict=False)
+                    for answer, other in zip(plain, answers, strict=True)
+                    for a, b in zip(answer, other, strict=False)
                 ),
                 default=0.0,
             )

@@ -81,8 +81,11 @@ def once(engine: Engine, requests: list[Request], inside: Inside, sums: Sums) ->
 def measure(bench: Bench, beams: int, options: argparse.Namespace, inside: Inside) -> dict[str, Sums]:
     """All rounds at one W."""
     grammar = Grammar.json_schema(options.schema.read_text(encoding="utf-8"))
-    plain = [replace(one, sampling=replace(one.sampling, max_new_tokens=options.new_tokens)) for one in bench.requests]
-    held = [replace(one, grammar=grammar) for one in plain]
+    plain = [
+        replace(request, sampling=replace(request.sampling, max_new_tokens=options.new_tokens))
+        for request in bench.requests
+    ]
+    held = [replace(request, grammar=grammar) for request in plain]
     drafting = MethodConfig(rule="search", num_beams=beams, drafter="grammar")
     search = MethodConfig(rule="search", num_beams=beams, depth=0)
     runs = {PLAIN: (search, plain), HELD: (search, held), FORCED: (drafting, held)}
@@ -90,12 +93,12 @@ def measure(bench: Bench, beams: int, options: argparse.Namespace, inside: Insid
         name: Engine(bench.target, None, bench.codec, method, batch_size=options.batch_size)
         for name, (method, _) in runs.items()
     }
-    found = {name: Sums() for name in runs}
+    sums_by_run = {name: Sums() for name in runs}
     for round_ in range(options.rounds + 1):
         for name, (_, requests) in runs.items():
-            sums = found[name] if round_ else Sums()  # the first round warms up
+            sums = sums_by_run[name] if round_ else Sums()  # the first round warms up
             once(engines[name], requests, inside, sums)
-    return found
+    return sums_by_run
 
 
 def main() -> None:
@@ -117,9 +120,9 @@ def main() -> None:
     bench = prepare(options.shape, "small", getattr(torch, options.dtype), options.requests)
     inside, runs, rows = Inside(), [], []
     for beams in options.num_beams:
-        found = measure(bench, beams, options, inside)
-        base = statistics.median(found[PLAIN].iteration_ms)
-        for name, sums in found.items():
+        sums_by_run = measure(bench, beams, options, inside)
+        base = statistics.median(sums_by_run[PLAIN].iteration_ms)
+        for name, sums in sums_by_run.items():
             taken, within = statistics.median(sums.iteration_ms), statistics.median(sums.inside_ms)
             runs.append({"num_beams": beams, "run": name, **{key: getattr(sums, key) for key in sums.__slots__}})
             rows.append(

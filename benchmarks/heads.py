@@ -49,7 +49,7 @@ def conversations(name: str) -> Iterator[list[dict[str, str]]]:
         for record in with_shots(TASKS["sql"], 3).records():
             yield record.meta["messages"]  # type: ignore[misc]
     every, last = HELD_OUT_EVERY, HELD_OUT_EVERY - 1
-    yield from (one for at, one in enumerate(islice(prompts(0), every * HELD_OUT_MOST)) if at % every == last)
+    yield from (prompt for at, prompt in enumerate(islice(prompts(0), every * HELD_OUT_MOST)) if at % every == last)
 
 
 @dataclass
@@ -86,7 +86,7 @@ class Variant:
 
     def row(self, name: str, base: Variant) -> dict[str, str]:
         """Return its line of the table, beside a variant on the same prompts."""
-        layers = ", ".join(f"{self.passed[one] / count:.0%}" for one, count in sorted(self.met.items()))
+        layers = ", ".join(f"{self.passed[layer] / count:.0%}" for layer, count in sorted(self.met.items()))
         whole, decoding = zip(*self.seconds, strict=True)
         pairs = list(zip(base.seconds, self.seconds, strict=True))
         ratios = [statistics.median(theirs[part] / ours[part] for theirs, ours in pairs) for part in (0, 1)]
@@ -145,9 +145,9 @@ def compare(
         request = Request(id=f"{source}-{number}", messages=tuple(messages), sampling=sampling)
         expected: list[tuple[int, ...]] = []
         for name, variant in every.items():
-            found = [one.token_ids for one in variant.answer(request).hypotheses]
-            expected = found if name == NONE else expected
-            if found != expected:
+            token_ids = [beam.token_ids for beam in variant.answer(request).hypotheses]
+            expected = token_ids if name == NONE else expected
+            if token_ids != expected:
                 raise SystemExit(f"{request.id}: {name} gives other beams than {NONE}")
             if not number:
                 every[name] = Variant(variant.engine)
@@ -159,11 +159,11 @@ def compare(
         every[options.peer] = peer
     title = f"**{source}, {beams} beam{'s' * (beams > 1)}, {options.prompts} prompts**"
     runs = [
-        {"set": source, "beams": beams, "draft": name, "seconds": one.seconds, "tokens": one.tokens, "calls": one.calls,
-         "steps": one.steps, "met": dict(one.met), "passed": dict(one.passed)}
-        for name, one in every.items()
+        {"set": source, "beams": beams, "draft": name, "seconds": variant.seconds, "tokens": variant.tokens,
+         "calls": variant.calls, "steps": variant.steps, "met": dict(variant.met), "passed": dict(variant.passed)}
+        for name, variant in every.items()
     ]  # fmt: skip
-    table = markdown_table([one.row(name, every[NONE]) for name, one in every.items()])
+    table = markdown_table([variant.row(name, every[NONE]) for name, variant in every.items()])
     print(f"{title}\n\n{table}\n", flush=True)
     return f"{title}\n\n{table}", runs
 

@@ -48,23 +48,23 @@ def logprobs(target: str, dtype: str, quantize: Any, tokens: int) -> Tensor:
         model, codec, _ = load_model(Checkpoint.open(spec))
         run, tokenizer = model.plain, codec.tokenizer
     root = Path(__file__).parents[1]
-    found = []
+    logprobs = []
     with torch.inference_mode():
         for name in TEXTS:
             ids = tokenizer((root / name).read_text(encoding="utf-8")[: 8 * tokens]).input_ids[:tokens]
-            found.append(run(torch.tensor([ids]))[0].float().log_softmax(-1))
-    return torch.cat(found)
+            logprobs.append(run(torch.tensor([ids]))[0].float().log_softmax(-1))
+    return torch.cat(logprobs)
 
 
 def error(target: str, tokens: int) -> None:
     """KL in nats per place: mean, 99th percentile; share of places with the same most probable token."""
     exact = logprobs(target, "float32", None, tokens)
     for name, quantize in (("bfloat16", None), ("int8+bfloat16", "int8")):
-        found = logprobs(target, "bfloat16", quantize, tokens)
-        divergence = (exact.exp() * (exact - found)).sum(-1)
+        approximate = logprobs(target, "bfloat16", quantize, tokens)
+        divergence = (exact.exp() * (exact - approximate)).sum(-1)
         top = exact.argmax(-1, keepdim=True)
-        off = (found.gather(1, top) - exact.gather(1, top)).abs().mean()
-        agree = (found.argmax(-1, keepdim=True) == top).float().mean()
+        off = (approximate.gather(1, top) - exact.gather(1, top)).abs().mean()
+        agree = (approximate.argmax(-1, keepdim=True) == top).float().mean()
         print(
             f"{name}: KL {divergence.mean():.5f}, 99 % below {divergence.quantile(0.99):.4f}; log-probability of the "
             f"most probable token off by {off:.4f}; the same one at {agree:.1%} of {len(exact)} places",
@@ -81,10 +81,10 @@ def ours(model: Any, codec: Any, sampling: SamplingConfig, num_beams: int) -> An
     engine = Engine(model, None, codec, method, batch_size=1)
 
     def answer(prompt: list[int]) -> tuple[int, ...]:
-        (found,) = engine.run([Request(prompt_ids=tuple(prompt), sampling=sampling)])
-        if found.error is not None:
-            raise found.error
-        return tuple(found.hypotheses[0].token_ids)
+        (result,) = engine.run([Request(prompt_ids=tuple(prompt), sampling=sampling)])
+        if result.error is not None:
+            raise result.error
+        return tuple(result.hypotheses[0].token_ids)
 
     return answer
 
@@ -97,27 +97,27 @@ def answering(options: argparse.Namespace) -> tuple[dict[str, Answering], Any]:
     quantized = load_model(
         Checkpoint.open(ModelSpec(options.target, device="cpu", dtype="bfloat16", quantize="int8"))
     ).model
-    found = {"bfloat16": ours(plain, codec, sampling, beams), "int8": ours(quantized, codec, sampling, beams)}
+    answers = {"bfloat16": ours(plain, codec, sampling, beams), "int8": ours(quantized, codec, sampling, beams)}
     peers: dict[str, Any] = {}
     if options.transformers:
         config = PeerConfig(kind, beams)
         peers["transformers bfloat16"] = TransformersPeer(config, plain, None, codec, sampling, 1)
     if options.ctranslate2:
-        converted, place = CTranslateConfig(kind, beams, "int8"), Path(resolve(options.target).path)
-        peers["CTranslate2 int8"] = CTranslatePeer(converted, place, plain, codec, sampling, 1)
+        converted, folder = CTranslateConfig(kind, beams, "int8"), Path(resolve(options.target).path)
+        peers["CTranslate2 int8"] = CTranslatePeer(converted, folder, plain, codec, sampling, 1)
     for name, peer in peers.items():
-        found[name] = lambda prompt, peer=peer: next(iter(peer.run([prompt], 0))).token_ids
-    return found, codec
+        answers[name] = lambda prompt, peer=peer: next(iter(peer.run([prompt], 0))).token_ids
+    return answers, codec
 
 
 def decode(options: argparse.Namespace) -> None:
     """Every prompt by all of them in turn."""
-    found, codec = answering(options)
+    answers, codec = answering(options)
     folder, began, runs = results_folder(options.name), time.monotonic(), list[dict[str, Any]]()
     for number, text in enumerate(islice(prompts(0), options.prompts + 1)):
         prompt = codec.encode_chat([{"role": "user", "content": text}])
         texts = {}
-        for name, answer in found.items():
+        for name, answer in answers.items():
             start = time.perf_counter()
             texts[name] = answer(prompt)
             if number:  # the first prompt is a warm-up
@@ -127,7 +127,7 @@ def decode(options: argparse.Namespace) -> None:
                     {"prompt": number, "method": name, "seconds": seconds, "tokens": len(texts[name]), "same": same}
                 )
         if number:
-            table = decode_table(runs, list(found))
+            table = decode_table(runs, list(answers))
             about = (
                 f"{Path(options.target).name}, W = {options.num_beams}, one chat prompt at a time, {number} prompts, "
             )

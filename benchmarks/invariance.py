@@ -107,8 +107,8 @@ def signature(result: RequestResult) -> tuple[object, object, object]:
     """Best text, token ids and bits of the log-probabilities of all hypotheses."""
     if result.error is not None:
         raise result.error
-    found = result.hypotheses
-    return found[0].text, [one.token_ids for one in found], [one.logprob.hex() for one in found]
+    beams = result.hypotheses
+    return beams[0].text, [beam.token_ids for beam in beams], [beam.logprob.hex() for beam in beams]
 
 
 def decode(engine: Engine, requests: Sequence[Request]) -> list[tuple[object, object, object]]:
@@ -119,8 +119,8 @@ def decode(engine: Engine, requests: Sequence[Request]) -> list[tuple[object, ob
 def rows_of(prompts: Sequence[str], seed: int, sampling: SamplingConfig) -> list[Request]:
     """One round: every prompt with this seed."""
     return [
-        Request(prompt, id=str(place), seed=derive_seed(seed, str(place)), sampling=sampling)
-        for place, prompt in enumerate(prompts)
+        Request(prompt, id=str(index), seed=derive_seed(seed, str(index)), sampling=sampling)
+        for index, prompt in enumerate(prompts)
     ]
 
 
@@ -129,24 +129,24 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """One round: a line per comparison that is not done."""
     shape = {name: getattr(options, name) for name in ("num_beams", "drafts_per_layer", "depth")}
-    every = [one for one in itertools.product(options.draft, options.batch_size) if one != ("none", 1)]
+    every = [setting for setting in itertools.product(options.draft, options.batch_size) if setting != ("none", 1)]
     if options.in_turn:
         every = [every[number % len(every)]]
     for threads, rule in itertools.product(options.threads, options.rules):
-        wanted = [one for one in every if (number, threads, rule, *one) not in done]
+        wanted = [setting for setting in every if (number, threads, rule, *setting) not in done]
         if not wanted or (rule == "search" and number):
             continue  # search has no seeds: every round would be the first one again
         torch.set_num_threads(threads)
         plain = decode(pair.engine(rule, "none", 1, shape), requests)
         for draft, batch_size in wanted:
             start = time.perf_counter()
-            found = decode(pair.engine(rule, draft, batch_size, shape), requests)
-            pairs = list(zip(plain, found, strict=True))
+            signatures = decode(pair.engine(rule, draft, batch_size, shape), requests)
+            pairs = list(zip(plain, signatures, strict=True))
             yield {
                 **dict(zip(KEYS, (number, threads, rule, draft, batch_size), strict=True)),
                 "rows": len(requests),
                 **{name: sum(a[i] != b[i] for a, b in pairs) for i, name in enumerate(COUNTS)},
-                "differing_rows": [one.id for one, (a, b) in zip(requests, pairs, strict=True) if a[0] != b[0]],
+                "differing_rows": [request.id for request, (a, b) in zip(requests, pairs, strict=True) if a[0] != b[0]],
                 "seconds": time.perf_counter() - start,
             }
 
@@ -198,7 +198,7 @@ def read_prompts(path: Path | None) -> list[str]:
     """Of a file of JSON lines with `prompt`, else those above."""
     if path is None:  # behind some of the others, so that lengths differ: 5 to 400 tokens
         others = (
-            "\n".join((*PROMPTS[place + 1 :], *PROMPTS[:place]))[: 61 * place % 1500] for place in itertools.count()
+            "\n".join((*PROMPTS[index + 1 :], *PROMPTS[:index]))[: 61 * index % 1500] for index in itertools.count()
         )
         return [f"{before}\n{prompt}" for before, prompt in zip(others, PROMPTS, strict=False)]
     return [json.loads(line)["prompt"] for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]

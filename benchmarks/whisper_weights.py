@@ -48,7 +48,7 @@ def read_variables(path: Path) -> dict[str, torch.Tensor]:
     version, name, _ = take("<I"), text(), take("<I")
     if version < 4 or "Whisper" not in name:
         raise SystemExit(f"{path} has version {version} of {name}, not a WhisperSpec")
-    found = {}
+    variables = {}
     for _ in range(take("<I")):
         variable = text()
         shape = [take("<I") for _ in range(take("<B"))]
@@ -57,9 +57,9 @@ def read_variables(path: Path) -> dict[str, torch.Tensor]:
             raise SystemExit(f"{variable} is stored in kind {kind}, not in float32 or float16")
         if shape:
             values = np.frombuffer(data, DTYPES[kind], size // np.dtype(DTYPES[kind]).itemsize, at)
-            found[variable] = torch.from_numpy(values.astype(np.float32)).view(shape)
+            variables[variable] = torch.from_numpy(values.astype(np.float32)).view(shape)
         at += size
-    return found
+    return variables
 
 
 def state_of(variables: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], int]:
@@ -72,8 +72,8 @@ def state_of(variables: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor
     )
 
     def norm(mine: str, theirs: str) -> None:
-        for one, other in NORM.items():
-            state[f"{mine}.{other}"] = variables[f"{theirs}/{one}"]
+        for name, other in NORM.items():
+            state[f"{mine}.{other}"] = variables[f"{theirs}/{name}"]
 
     def linear(mine: list[str], theirs: str) -> None:
         for kind in ("weight", "bias"):

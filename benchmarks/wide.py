@@ -45,12 +45,12 @@ def catalogue_of(loaded: Engine, count: int, tokens: int) -> tuple[Catalogues, f
     """So many different random answers, and seconds to compile them. No catalogue for 0."""
     if not count:
         return {}, 0.0
-    rng, found = random.Random(0), dict[tuple[int, ...], None]()
+    rng, drawn = random.Random(0), dict[tuple[int, ...], None]()
     free = [token for token in range(loaded.target.vocab_size) if token not in loaded.codec.eos_ids]
-    while len(found) < count:
-        found[tuple(rng.choices(free, k=tokens))] = None
+    while len(drawn) < count:
+        drawn[tuple(rng.choices(free, k=tokens))] = None
     start = time.perf_counter()
-    answers = (CatalogueAnswer(f"answer {at}", tokens=one, id=b"%d" % at) for at, one in enumerate(found))
+    answers = (CatalogueAnswer(f"answer {at}", tokens=tokens, id=b"%d" % at) for at, tokens in enumerate(drawn))
     compiled = CatalogueCompiler(loaded.codec, loaded.target.vocab_size).compile(answers)
     return {"": compiled}, time.perf_counter() - start
 
@@ -65,9 +65,9 @@ def masks_timed() -> Iterator[list[float]]:
     def timed(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
             start = time.perf_counter()
-            found = function(*arguments)
+            result = function(*arguments)
             spent.append(time.perf_counter() - start)
-            return found
+            return result
 
         return call
 
@@ -99,7 +99,7 @@ def ours(
         [result] = engine.run([Request(prompt_ids=prompt, sampling=sampling_of(beams, tokens))])
         seconds = time.perf_counter() - start
     result.check()
-    return [one.token_ids for one in result.hypotheses], seconds, sum(spent), result.stats.kv_peak_slots
+    return [beam.token_ids for beam in result.hypotheses], seconds, sum(spent), result.stats.kv_peak_slots
 
 
 def theirs(
@@ -113,7 +113,7 @@ def theirs(
         options["prefix_allowed_tokens_fn"] = lambda row, ids: followers(tuple(ids[len(prompt) :].tolist())) or end
     with torch.inference_mode(), stock_attention(model):
         start = time.perf_counter()
-        found = model.generate(
+        rows = model.generate(
             inputs,
             attention_mask=torch.ones_like(inputs),
             num_beams=beams,
@@ -126,18 +126,18 @@ def theirs(
             **options,
         )
         seconds = time.perf_counter() - start
-    return [tuple(row[len(prompt) :].tolist()) for row in found], seconds
+    return [tuple(row[len(prompt) :].tolist()) for row in rows], seconds
 
 
 def prefixes(catalogue: Catalogue) -> Callable[[tuple[int, ...]], list[int]]:
     """What may follow a path: a dictionary, as users write it, filled as it is asked."""
-    known: dict[tuple[int, ...], list[int]] = {}
+    children: dict[tuple[int, ...], list[int]] = {}
 
     def follow(path: tuple[int, ...]) -> list[int]:
-        if path not in known:
+        if path not in children:
             node = catalogue.trie.find(path)
-            known[path] = [] if node is None else catalogue.trie.children(node)
-        return known[path]
+            children[path] = [] if node is None else catalogue.trie.children(node)
+        return children[path]
 
     return follow
 
@@ -155,10 +155,10 @@ def check_rows(
     )
     for result in engine.run(requests):
         result.check()
-        found = [one.token_ids for one in result.hypotheses]
-        counts["returned"] += len(found)
-        counts["illegal"] += sum(catalogues[""].trie.find(one) not in ends for one in found)
-        counts["twice"] += len(found) - len(set(found))
+        token_ids = [beam.token_ids for beam in result.hypotheses]
+        counts["returned"] += len(token_ids)
+        counts["illegal"] += sum(catalogues[""].trie.find(ids) not in ends for ids in token_ids)
+        counts["twice"] += len(token_ids) - len(set(token_ids))
     return counts
 
 
@@ -184,7 +184,7 @@ def main() -> None:
     for beams, length in itertools.product(options.num_beams, options.prompt_tokens):
         prompt = prompt_of(loaded.codec, length)
         rounds = [ours(loaded, prompt, beams, options.new_tokens, catalogues) for _ in range(options.rounds)]
-        found, seconds, mask_s, slots = min(rounds, key=lambda one: one[1])
+        token_ids, seconds, mask_s, slots = min(rounds, key=lambda round_: round_[1])
         sequence = length + options.new_tokens
         run: dict[str, Any] = {"beams": beams, "prompt": length, "seconds": seconds, "mask_s": mask_s, "slots": slots}
         run |= {"kv_bytes": slots * loaded.target.kv_bytes_per_slot(), "sequence_slots": sequence}
@@ -192,7 +192,7 @@ def main() -> None:
         if not options.alone:
             other, run["transformers_s"] = theirs(loaded, prompt, beams, options.new_tokens, catalogues)
             # transformers pads what ended early
-            run["equal"] = sum(a == b[: len(a)] for a, b in zip(found, other, strict=False))
+            run["equal"] = sum(a == b[: len(a)] for a, b in zip(token_ids, other, strict=False))
         if options.rows:
             run |= check_rows(loaded, options.rows, length, beams, options.new_tokens, catalogues)
         runs.append({**vars(options), **run})
@@ -203,7 +203,7 @@ def main() -> None:
                 "dsbd": f"{seconds:.2f} s",
                 "transformers": "" if options.alone else f"{run['transformers_s']:.2f} s",
                 "ratio": "" if options.alone else f"{run['transformers_s'] / seconds:.1f}x",
-                "same beams in order": "" if options.alone else f"{run['equal']} of {len(found)}",
+                "same beams in order": "" if options.alone else f"{run['equal']} of {len(token_ids)}",
                 "cache slots": f"{slots} ({slots / sequence:.2f} sequences)",
                 "mask": f"{100 * mask_s / seconds:.1f} %" if catalogues else "",
                 "illegal, twice": f"{run['illegal']}, {run['twice']} of {run['returned']}" if options.rows else "",

@@ -26,14 +26,14 @@ def main() -> None:
     options.add_argument("--draft", default="none")
     options.add_argument("--samples", type=int, default=16)
     options.add_argument("--max-new-tokens", type=int, default=64)
-    given = options.parse_args()
-    draft = None if given.draft == "none" else given.draft
-    engine = dsbd_cli.load(given.target, draft, method=MethodConfig(num_beams=1), batch_size=given.samples)
+    args = options.parse_args()
+    draft = None if args.draft == "none" else args.draft
+    engine = dsbd_cli.load(args.target, draft, method=MethodConfig(num_beams=1), batch_size=args.samples)
     # early_stopping: a sample of one beam ends with the first end token that it draws
-    sampling = SamplingConfig(max_new_tokens=given.max_new_tokens, early_stopping=True, top_k=0)
+    sampling = SamplingConfig(max_new_tokens=args.max_new_tokens, early_stopping=True, top_k=0)
     for number, line in enumerate(sys.stdin):
         prompt = json.loads(line)["prompt"]
-        samples = [Request(prompt, id=f"{number}/{place}", sampling=sampling) for place in range(given.samples)]
+        samples = [Request(prompt, id=f"{number}/{sample}", sampling=sampling) for sample in range(args.samples)]
         texts = [result.text for result in engine.generate(samples)]
         row = CandidateRow(
             number, number + 1, str(number), "", tuple(Candidate(text, None, None, {}) for text in texts)

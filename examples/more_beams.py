@@ -22,15 +22,15 @@ from pathlib import Path
 DSBD = [sys.executable, "-m", "dsbd_cli"]
 
 
-def answer(rows: list[dict[str, str]], width: int, given: argparse.Namespace) -> list[dict[str, dict[str, int]]]:
+def answer(rows: list[dict[str, str]], width: int, args: argparse.Namespace) -> list[dict[str, dict[str, int]]]:
     """One record per row, in order: the first of `width` beams that runs, or the best one where none runs."""
-    models = ["--target", given.target, "--draft", given.draft, "--max-new-tokens", given.max_new_tokens]
+    models = ["--target", args.target, "--draft", args.draft, "--max-new-tokens", args.max_new_tokens]
     beams = ["--decode", "search", "--num-beams", str(width), "--n-best", str(width)]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         generate = [*DSBD, "generate", "-q", "-i", str(path), *models, *beams]
-        pick = [*DSBD, "pick", "-q", "--by", "exec", "--database", given.database]
+        pick = [*DSBD, "pick", "-q", "--by", "exec", "--database", args.database]
         with subprocess.Popen(generate, stdout=subprocess.PIPE) as beaming:
             chosen = subprocess.run(pick, stdin=beaming.stdout, stdout=subprocess.PIPE, check=False).stdout
     return [json.loads(line) for line in chosen.splitlines()]
@@ -43,12 +43,12 @@ def main() -> None:
     options.add_argument("--database", required=True)
     options.add_argument("--num-beams", type=int, nargs="+", default=[4, 16])
     options.add_argument("--max-new-tokens", default="64")
-    given = options.parse_args()
+    args = options.parse_args()
     rows = [{"id": str(i), **json.loads(line)} for i, line in enumerate(sys.stdin)]
     left = list(range(len(rows)))
     answers: dict[int, dict[str, dict[str, int]]] = {}
-    for width in given.num_beams:
-        answers.update(zip(left, answer([rows[i] for i in left], width, given), strict=True))
+    for width in args.num_beams:
+        answers.update(zip(left, answer([rows[i] for i in left], width, args), strict=True))
         left = [i for i in left if "pick" in answers[i] and not answers[i]["pick"]["ran"]]
         if not left:
             break

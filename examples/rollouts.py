@@ -29,12 +29,12 @@ def main() -> None:
     options = argparse.ArgumentParser()
     options.add_argument("--model", default=None)
     options.add_argument("--steps", type=int, default=20)
-    given = options.parse_args()
+    args = options.parse_args()
     torch.manual_seed(0)
-    model = policy(given.model).train()
+    model = policy(args.model).train()
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)
     prompt = torch.tensor([[5, 6, 7, 8]])
-    for step in range(given.steps):
+    for step in range(args.steps):
         out = dsbd_cli.generate(model, prompt.repeat(GROUP, 1), do_sample=True, top_k=0, max_new_tokens=12)
         new = out[:, prompt.shape[1] :]
         held = new != 0  # padding behind an end

@@ -24,23 +24,23 @@ def main() -> None:
     options.add_argument("--samples", type=int, default=8)
     options.add_argument("--max-new-tokens", default="64")
     options.add_argument("--answer-regex", default=None)
-    given = options.parse_args()
+    args = options.parse_args()
     questions = [json.loads(line) for line in sys.stdin]
     rows = [
-        {"id": f"{number}/{place}", "prompt": question["prompt"], "metadata": {"question": number}}
+        {"id": f"{number}/{sample}", "prompt": question["prompt"], "metadata": {"question": number}}
         for number, question in enumerate(questions)
-        for place in range(given.samples)
+        for sample in range(args.samples)
     ]
     # early-stopping: a sample of one beam ends with the first end token that it draws
-    models = ["--target", given.target, "--draft", given.draft, "--num-beams", "1", "--set", "early-stopping=true"]
-    generate = [*DSBD, "generate", "-q", *models, "--max-new-tokens", given.max_new_tokens]
+    models = ["--target", args.target, "--draft", args.draft, "--num-beams", "1", "--set", "early-stopping=true"]
+    generate = [*DSBD, "generate", "-q", *models, "--max-new-tokens", args.max_new_tokens]
     made = subprocess.run(generate, input=lines(rows), stdout=subprocess.PIPE, check=True).stdout
     beams: defaultdict[int, list[object]] = defaultdict(list)
     for line in made.splitlines():
         record = json.loads(line)
         beams[record["metadata"]["question"]] += record["beams"]
     joined: list[dict[str, object]] = [{"id": str(number), "beams": beams[number]} for number in sorted(beams)]
-    regex = [] if given.answer_regex is None else ["--answer-regex", given.answer_regex]
+    regex = [] if args.answer_regex is None else ["--answer-regex", args.answer_regex]
     subprocess.run([*DSBD, "pick", "-q", "--by", "vote", *regex], input=lines(joined), check=True)
 
 

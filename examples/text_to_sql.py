@@ -44,21 +44,21 @@ def main() -> None:
     options.add_argument("--target", default="builtin:target")
     options.add_argument("--draft", default="builtin:draft")
     options.add_argument("--records", type=int, default=20)
-    given = options.parse_args()
-    records = list(islice(SQL.records(), given.records))
+    args = options.parse_args()
+    records = list(islice(SQL.records(), args.records))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write(folder, records)
-        models = ["--target", given.target, "--draft", given.draft]
+        models = ["--target", args.target, "--draft", args.draft]
         beams = ["--decode", "search", "--num-beams", "8", "--n-best", "8", "--max-new-tokens", "64"]
         generate = [*DSBD, "generate", "-q", "-i", str(folder / "questions.jsonl"), *models, *beams]
         pick = [*DSBD, "pick", "-q", "--by", "exec", "--database", f"{folder}/{{db}}.sqlite"]
         with subprocess.Popen(generate, stdout=subprocess.PIPE) as beaming:
             chosen = subprocess.run(pick, stdin=beaming.stdout, stdout=subprocess.PIPE, check=True).stdout
     answers = [json.loads(line) for line in chosen.splitlines()]
-    scores = [SQL.score(record, one["text"]) for record, one in zip(records, answers, strict=True)]
-    right = sum(one["execution accuracy"] == 1 for one in scores)
-    moved = sum(one["pick"]["beam"] > 0 for one in answers)
+    scores = [SQL.score(record, answer["text"]) for record, answer in zip(records, answers, strict=True)]
+    right = sum(score["execution accuracy"] == 1 for score in scores)
+    moved = sum(answer["pick"]["beam"] > 0 for answer in answers)
     print(f"{right} of {len(records)} right; for {moved} another beam than the best was the first to run")
 
 

@@ -66,9 +66,9 @@ def every_line_fits_its_schema(faults_file: Path) -> Iterator[None]:
     """Guards `dsbd schema`: what a test makes any process write, or what it reads as a row, is as the schemas say."""
     yield
     if faults_file.exists():
-        found = faults_file.read_text(encoding="utf-8")
+        faults = faults_file.read_text(encoding="utf-8")
         faults_file.unlink()
-        pytest.fail(found[:4000], pytrace=False)
+        pytest.fail(faults[:4000], pytrace=False)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -312,7 +312,7 @@ def by_template(name: str) -> AnswerForm:
 
 def test_marks_of_a_response_template() -> None:
     marks = {name: by_template(name).reasoning for name in RESPONSES}
-    assert {name: one and (one.begin, one.ends) for name, one in marks.items()} == {
+    assert {name: part and (part.begin, part.ends) for name, part in marks.items()} == {
         "cohere-like": ("<|START_THINKING|>", ("<|START_RESPONSE|>",)),
         "open-from-the-beginning": ("", ("</think>",)),
         "named-by-a-pattern": ("<|channel>thought\n", ("<channel|>",)),

@@ -28,8 +28,8 @@ def described(name: str, value: object) -> Iterator[str]:
         if dataclasses.is_dataclass(value) or "__init__" in vars(value):
             yield f"    __init__{signature(value)}"
         own = [base for base in value.__mro__ if base.__module__.startswith("dsbd_cli")]
-        members = {member: found for base in reversed(own) for member, found in vars(base).items()}
-        fields = {one.name for one in dataclasses.fields(value)} if dataclasses.is_dataclass(value) else set()
+        members = {member: value for base in reversed(own) for member, value in vars(base).items()}
+        fields = {field.name for field in dataclasses.fields(value)} if dataclasses.is_dataclass(value) else set()
         for member in sorted(members.keys() - fields):
             if not member.startswith("_"):
                 yield f"    {described_member(member, members[member])}"

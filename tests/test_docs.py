@@ -57,7 +57,7 @@ def test_issue_forms_ask_for_the_doctor() -> None:
     assert forms.pop("config") == {"blank_issues_enabled": False}, "without a form nobody is asked"
     assert forms.keys() == {"fault", "speed", "wish"}
     for name, form in forms.items():
-        asked = {one["id"]: one for one in form["body"] if one["type"] != "markdown"}
+        asked = {field["id"]: field for field in form["body"] if field["type"] != "markdown"}
         doctor = asked["doctor"]
         assert "`dsbd doctor --json" in doctor["attributes"]["description"]
         assert doctor["attributes"]["render"] == "json"

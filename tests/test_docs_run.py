@@ -38,12 +38,12 @@ PAGES = [
 
 def blocks(text: str) -> list[tuple[str | None, str]]:
     """The marked blocks of a page: the name of a file, or None of commands, and the text."""
-    return [(found["name"], _commands(found)) for found in BLOCK.finditer(text)]
+    return [(match["name"], _commands(match)) for match in BLOCK.finditer(text)]
 
 
-def _commands(found: re.Match[str]) -> str:
-    text = found["fenced"] or textwrap.dedent(found["indented"]).strip() + "\n"
-    return f"python - << 'END'\n{text}END\n" if found["language"] == "python" and not found["name"] else text
+def _commands(match: re.Match[str]) -> str:
+    text = match["fenced"] or textwrap.dedent(match["indented"]).strip() + "\n"
+    return f"python - << 'END'\n{text}END\n" if match["language"] == "python" and not match["name"] else text
 
 
 @pytest.fixture

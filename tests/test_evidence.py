@@ -41,23 +41,23 @@ def test_cells_are_named_by_place_or_by_what_is_asked() -> None:
 
 
 def test_a_cell_that_an_engine_lacks_is_a_dash_and_no_peer() -> None:
-    found = runs(**{"dsbd-int8": 4.0, "llama.cpp-int8": 8.0})
-    found += [{"model": MODEL.name, "engine": "dsbd-int8", "start": 2.5}]
-    text, readme = evidence.report(MODEL, found, ENGINES, (ONE, FOUR))
+    records = runs(**{"dsbd-int8": 4.0, "llama.cpp-int8": 8.0})
+    records += [{"model": MODEL.name, "engine": "dsbd-int8", "start": 2.5}]
+    text, readme = evidence.report(MODEL, records, ENGINES, (ONE, FOUR))
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
-    place = rows[0].index("llama.cpp-int8")
+    column = rows[0].index("llama.cpp-int8")
     of = {row[0]: row for row in rows}
-    assert (of[ONE.name][place], of[FOUR.name][place]) == ("8.0", "-")
+    assert (of[ONE.name][column], of[FOUR.name][column]) == ("8.0", "-")
     assert (of[ONE.name][-1], of[FOUR.name][-1]) == ("2.00", "2.50")
     assert (of["dsbd-int8"], of["llama.cpp-int8"]) == (["dsbd-int8", "2.5", "1.0"], ["llama.cpp-int8", "-", "1.0"])
     assert [line.split("|")[3].strip() for line in readme.splitlines()[2:]] == ["llama.cpp 8.0", "OpenVINO 6.4"]
 
 
 def test_answers_that_ended_early_are_told() -> None:
-    found = runs()
-    assert "ended early" not in evidence.report(MODEL, found, ENGINES, (ONE, FOUR))[0]
-    found[1]["short"] = 2
-    assert f"not: 2 of {found[1]['engine']}." in evidence.report(MODEL, found, ENGINES, (ONE, FOUR))[0]
+    records = runs()
+    assert "ended early" not in evidence.report(MODEL, records, ENGINES, (ONE, FOUR))[0]
+    records[1]["short"] = 2
+    assert f"not: 2 of {records[1]['engine']}." in evidence.report(MODEL, records, ENGINES, (ONE, FOUR))[0]
 
 
 def test_a_cell_that_no_peer_has_is_told_all_the_same() -> None:
@@ -77,10 +77,10 @@ def test_the_picture_is_drawn_without_it(tmp_path: Path) -> None:
 
 def test_engines_are_compared_round_by_round() -> None:
     """Memory was slower in the middle round, and the medians would say that the peer is ahead."""
-    found = []
+    records = []
     for mine, theirs in ((1.8, 2.4), (2.8, 3.1), (2.7, 2.5)):
-        found += runs(**{"dsbd-int8": mine, "openvino-int8": theirs})
-    assert evidence.middle(found, "openvino-int8", ONE) == 2.5
-    text, _ = evidence.report(MODEL, found, ENGINES, (ONE,))
+        records += runs(**{"dsbd-int8": mine, "openvino-int8": theirs})
+    assert evidence.middle(records, "openvino-int8", ONE) == 2.5
+    text, _ = evidence.report(MODEL, records, ENGINES, (ONE,))
     assert next(line for line in text.splitlines() if line.startswith(f"| {ONE.name} ")).endswith(" 1.11 |")
     assert "Behind: no cell." in text

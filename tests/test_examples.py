@@ -31,11 +31,11 @@ def example(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) 
     what it and its commands print."""
     monkeypatch.chdir(ROOT)
 
-    def call(name: str, *options: str, given: str = "") -> str:
+    def call(name: str, *options: str, stdin_text: str = "") -> str:
         path = str(ROOT / "examples" / f"{name}.py")
         with monkeypatch.context() as patch:
             patch.setattr(sys, "argv", [path, *options])
-            patch.setattr(sys, "stdin", io.StringIO(given))
+            patch.setattr(sys, "stdin", io.StringIO(stdin_text))
             runpy.run_path(path, run_name="__main__")
         return capfd.readouterr().out
 
@@ -58,13 +58,13 @@ def commands_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     run, popen, ran = subprocess.run, subprocess.Popen, list[str]()
     files = iter(range(9))
 
-    def called(arguments: list[str], given: IO[bytes]) -> tuple[int, IO[bytes]]:
+    def called(arguments: list[str], stdin: IO[bytes]) -> tuple[int, IO[bytes]]:
         """Exit code and standard output of a command."""
         ran.append(arguments[0])
         said = (tmp_path / f"said{next(files)}").open("w+b")
         with (
             monkeypatch.context() as patch,
-            io.TextIOWrapper(given) as read,
+            io.TextIOWrapper(stdin) as read,
             os.fdopen(os.dup(said.fileno()), "w") as out,
         ):
             patch.setattr(sys, "stdin", read)
@@ -114,17 +114,17 @@ def test_more_beams_for_the_rows_that_need_them(example: Example, commands_here:
     names = ("bad", "good", "bad")
     rows = "".join(json.dumps({"prompt": record.prompt, "metadata": {"db": name}}) + "\n" for name in names)
     options = ("--database", f"{tmp_path}/{{db}}.sqlite", "--num-beams", "1", "3", "--max-new-tokens", "40")
-    found = [json.loads(line) for line in example("more_beams", *options, given=rows).splitlines()]
+    records = [json.loads(line) for line in example("more_beams", *options, stdin_text=rows).splitlines()]
     assert commands_here == 2 * ["generate", "pick"]
-    assert [(one["id"], one["index"]) for one in found] == [("0", 0), ("1", 1), ("2", 2)]
-    assert [(one["pick"]["of"], one["pick"]["ran"]) for one in found] == [(3, 0), (1, 1), (3, 0)]
+    assert [(record["id"], record["index"]) for record in records] == [("0", 0), ("1", 1), ("2", 2)]
+    assert [(record["pick"]["of"], record["pick"]["ran"]) for record in records] == [(3, 0), (1, 1), (3, 0)]
 
 
 def test_mbr(example: Example) -> None:
     records = list(
         map(
             json.loads,
-            example("mbr_translation", "--samples", "3", "--max-new-tokens", "6", given=PROMPTS).splitlines(),
+            example("mbr_translation", "--samples", "3", "--max-new-tokens", "6", stdin_text=PROMPTS).splitlines(),
         )
     )
     assert [record["id"] for record in records] == ["0", "1"]
@@ -136,7 +136,7 @@ def test_self_consistency(example: Example) -> None:
     records = list(
         map(
             json.loads,
-            example("self_consistency", "--samples", "3", "--max-new-tokens", "6", given=PROMPTS).splitlines(),
+            example("self_consistency", "--samples", "3", "--max-new-tokens", "6", stdin_text=PROMPTS).splitlines(),
         )
     )
     assert [record["pick"]["of"] for record in records] == [3, 3]

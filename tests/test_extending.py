@@ -55,8 +55,8 @@ with open("faults.json", "w") as stream:
 def sections() -> dict[str, str]:
     """The page's sections of the second level, by heading."""
     page = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
-    _, *found = re.split(r"^## ", page, flags=re.MULTILINE)
-    return {heading: text for heading, _, text in (section.partition("\n") for section in found)}
+    _, *parts = re.split(r"^## ", page, flags=re.MULTILINE)
+    return {heading: text for heading, _, text in (section.partition("\n") for section in parts)}
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +113,6 @@ def test_the_format_writes_its_lines(ran: tuple[dict[str, str], str]) -> None:
 
 def test_every_section_has_an_example() -> None:
     """Guards a section that is renamed, or loses its blocks."""
-    found = sections()
-    assert set(SECTIONS) <= found.keys()
-    assert all("```python" in found[section] for section in SECTIONS)
+    texts = sections()
+    assert set(SECTIONS) <= texts.keys()
+    assert all("```python" in texts[section] for section in SECTIONS)

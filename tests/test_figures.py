@@ -35,8 +35,8 @@ def test_figures_stand_in_linked_reports(page: Path) -> None:
     """A figure that is no measurement belongs into UNMEASURED, and leaves it when the page drops it."""
     unmeasured = UNMEASURED.get(str(page.relative_to(ROOT)), [])
     assert list(faults(page, unmeasured)) == []
-    found = "\n".join(faults(page))
-    assert [figure for figure in unmeasured if f": {figure} is in no report" not in found] == []
+    told = "\n".join(faults(page))
+    assert [figure for figure in unmeasured if f": {figure} is in no report" not in told] == []
 
 
 def test_each_report_is_cited_and_each_citation_exists() -> None:
@@ -76,9 +76,9 @@ def test_a_wrong_figure_and_a_missing_link_are_found(said: str, missed: list[str
         (tmp_path / name).symlink_to(BENCHMARKS / name)
     page = tmp_path / "page.md"
     page.write_text(said + "\n", encoding="utf-8")
-    found = [fault.removeprefix("page.md:").partition(" is in")[0] for fault in faults(page)]
-    assert len(found) == len(missed)
-    assert all(one.startswith(other) for one, other in zip(found, missed, strict=True)), found
+    missing = [fault.removeprefix("page.md:").partition(" is in")[0] for fault in faults(page)]
+    assert len(missing) == len(missed)
+    assert all(fault.startswith(other) for fault, other in zip(missing, missed, strict=True)), missing
 
 
 def test_the_table_of_a_gpu_is_what_its_script_prints() -> None:

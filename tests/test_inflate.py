@@ -35,10 +35,10 @@ def test_logits_are_the_small_models(shape: Shape) -> None:
     large = inflate(model, shape)
     tokens = torch.randint(0, 60, (2, 40), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        wanted, found = model(tokens).logits, large(tokens).logits
-    assert float((wanted - found[..., :60]).abs().max()) < 1e-4 * float(wanted.abs().max())
+        wanted, logits = model(tokens).logits, large(tokens).logits
+    assert float((wanted - logits[..., :60]).abs().max()) < 1e-4 * float(wanted.abs().max())
     if shape.vocabulary > 60:
-        assert float(found[..., 60:].max()) < float(wanted.min()) - 20
+        assert float(logits[..., 60:].max()) < float(wanted.min()) - 20
     for name in ("q_proj", "k_proj", "v_proj"):
         weight = getattr(large.model.layers[-1].self_attn, name).weight
         assert float((weight == 0).double().mean()) < 0.6, "mostly random, so that it costs what real weights cost"

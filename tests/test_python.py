@@ -85,16 +85,16 @@ WRONG: dict[str, Callable[[], object]] = {
 
 @pytest.mark.parametrize(("message", "call"), WRONG.items(), ids=list(WRONG))
 def test_a_wrong_value_is_told_in_one_line_when_it_is_given(message: str, call: Callable[[], object]) -> None:
-    with pytest.raises(UsageError, match=re.escape(message)) as found:
+    with pytest.raises(UsageError, match=re.escape(message)) as caught:
         call()
-    assert "\n" not in str(found.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_an_error_shows_one_short_line_of_any_value() -> None:
-    with pytest.raises(UsageError) as found:
+    with pytest.raises(UsageError) as caught:
         SamplingConfig(stop=type("Odd", (), {"__repr__": lambda _: "x\n" * 1000})())
-    assert len(str(found.value)) < 120
-    assert "\n" not in str(found.value)
+    assert len(str(caught.value)) < 120
+    assert "\n" not in str(caught.value)
 
 
 def test_one_string_is_one_stop_string_and_a_list_will_do() -> None:
@@ -151,9 +151,9 @@ def test_strings_are_prompts_and_are_named_by_their_place() -> None:
     names = [(result.request.id, result.request.seed) for result in results]
     expected = ["0", "1", "own"]
     assert names == [*((name, derive_seed(9, name)) for name in expected), ("3", 3)]
-    given = [Request(text, id=name, seed=seed, sampling=SamplingConfig()) for text, (name, seed) in
+    requests = [Request(text, id=name, seed=seed, sampling=SamplingConfig()) for text, (name, seed) in
              zip(["1 2", "3 4", "5", "5"], names, strict=True)]  # fmt: skip
-    assert [result.hypotheses for result in engine.run(given)] == [result.hypotheses for result in results]
+    assert [result.hypotheses for result in engine.run(requests)] == [result.hypotheses for result in results]
 
 
 def test_a_request_that_has_failed_before_keeps_its_place() -> None:
@@ -167,12 +167,12 @@ def test_a_request_that_has_failed_before_keeps_its_place() -> None:
 
 def test_generate_gives_what_was_asked_for_or_raises() -> None:
     engine = make()
-    one = engine.generate("1 2", seed=4)
-    assert isinstance(one, RequestResult)
-    assert one.text == one.hypotheses[0].text
+    result = engine.generate("1 2", seed=4)
+    assert isinstance(result, RequestResult)
+    assert result.text == result.hypotheses[0].text
     several = engine.generate(["1 2", "3 4"], seed=4)
     assert [result.request.id for result in several] == ["0", "1"]
-    assert several[0].text == one.text
+    assert several[0].text == result.text
     assert engine.generate(Request("1 2", sampling=SHORT)).hypotheses[0].num_tokens <= 6
     with pytest.raises(InvalidRowError, match="request 1: prompt is empty"):
         engine.generate(["1 2", ""])
@@ -251,9 +251,9 @@ def test_a_named_target_has_no_draft_unless_one_is_named(monkeypatch: pytest.Mon
     monkeypatch.setattr("dsbd_cli.models.pair.load_pair", note)
     (tmp_path / "config.json").write_text("{}")
     target, builtin = str(tmp_path), ModelSpec("builtin:target", dtype="bfloat16")
-    for given in ((), (target,), (ModelSpec(target),), (target, "builtin:draft"), (builtin,), (builtin, None)):
+    for models in ((), (target,), (ModelSpec(target),), (target, "builtin:draft"), (builtin,), (builtin, None)):
         with pytest.raises(InterruptedError):
-            loading.load(*given)
+            loading.load(*models)
     assert seen == ["builtin:draft", None, None, "builtin:draft", "builtin:draft", None]
     with pytest.raises(UsageError, match="draft is None, but depth is 3, which needs a draft model: give one, or drop"):
         loading.load(target, method=MethodConfig(depth=3))
@@ -277,11 +277,11 @@ def test_the_defaults_are_those_of_the_command(options: MethodOptions, draft: st
     if draft == "none" and (options.verify == "fuzzy:0.2" or options.width):
         pytest.skip("refused by both")
     settings = run_settings(PairOptions(draft=draft), options, SamplingOptions(), DeviceOptions(), RowOptions())
-    given = {name: value for name, value in vars(options).items() if value is not None}
-    name, fields = parse("--verify", given.pop("verify", "coupled"), RULES)
-    rule = given.pop("decode", name)
+    defaults = {name: value for name, value in vars(options).items() if value is not None}
+    name, fields = parse("--verify", defaults.pop("verify", "coupled"), RULES)
+    rule = defaults.pop("decode", name)
     assert (
-        MethodConfig.of({"rule": rule, **fields, **given}).fit_draft(settings.draft and settings.draft.source)
+        MethodConfig.of({"rule": rule, **fields, **defaults}).fit_draft(settings.draft and settings.draft.source)
         == settings.method
     )
 
@@ -299,8 +299,8 @@ def test_the_text_is_that_of_the_command(monkeypatch: pytest.MonkeyPatch) -> Non
     written = [json.loads(line) for line in buffer.getvalue().splitlines()]
     sampling = SamplingConfig(max_new_tokens=12)
     results = list(dsbd_cli.load().run([Request(prompt, sampling=sampling) for prompt in prompts], seed=5))
-    found = [(result.request.id, result.request.seed, result.text) for result in results]
-    assert found == [(line["id"], line["seed"], line["text"]) for line in written]
+    answers = [(result.request.id, result.request.seed, result.text) for result in results]
+    assert answers == [(line["id"], line["seed"], line["text"]) for line in written]
 
 
 def readme_samples() -> list[str]:

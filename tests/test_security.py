@@ -35,10 +35,10 @@ def test_every_line_of_the_page_names_tests_that_are_there() -> None:
     for written, by, most, held in table():
         assert by, written
         assert most, written
-        found = NODE.findall(held)
-        assert found, f"{written}: no test is named"
+        nodes = NODE.findall(held)
+        assert nodes, f"{written}: no test is named"
         assert NODE.sub("", held).strip(" ,") == "", f"{written}: {held}"
-        for file, name in found:
+        for file, name in nodes:
             tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
             names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
             assert name in names, f"{file} has no {name}"
@@ -131,7 +131,7 @@ def test_a_hostile_database_costs_its_statements_alone(tmp_path: Path) -> None:
     assert said == "it ran longer than 0.1 s"
     assert isinstance(process.run(path, "SELECT kind FROM pet", seconds=HANG_S), StatementResult)
     assert path.read_bytes() == before
-    assert [one.name for one in tmp_path.iterdir()] == [path.name], "nothing is written beside it"
+    assert [file.name for file in tmp_path.iterdir()] == [path.name], "nothing is written beside it"
 
 
 def test_what_loads_keep_is_for_its_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

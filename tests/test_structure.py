@@ -93,8 +93,8 @@ def module_name(path: Path, package: Path = PACKAGE) -> str:
 def lies_in(name: str, units: Container[str]) -> str | None:
     """The longest of the units that holds a module; None where none does."""
     parts = name.split(".")
-    found = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
-    return next((one for one in found if one in units), None)
+    names = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
+    return next((name for name in names if name in units), None)
 
 
 def nodes(path: Path) -> list[ast.AST]:
@@ -184,7 +184,7 @@ def circle_faults(package: Path) -> list[str]:
 def size_faults(package: Path) -> list[str]:
     """Folders that hold too many files."""
     folders = {path.parent for path in sources(package)}
-    counts = {folder: len([one for one in folder.glob("*.py") if one.name != "__init__.py"]) for folder in folders}
+    counts = {folder: len([file for file in folder.glob("*.py") if file.name != "__init__.py"]) for folder in folders}
     return [f"{folder} holds {count} files" for folder, count in counts.items() if count > MOST_FILES]
 
 
@@ -309,16 +309,16 @@ def test_a_circle_names_its_files_alone(tmp_path: Path) -> None:
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(code)
-    found = circle_faults(tmp_path)
-    assert len(found) == 3
-    assert not any("errors.py is on" in one for one in found)
+    faults = circle_faults(tmp_path)
+    assert len(faults) == 3
+    assert not any("errors.py is on" in fault for fault in faults)
 
 
 @pytest.mark.parametrize(("name", "form"), [("CHANGELOG.md", r"^## \[(.*?)\]"), ("CITATION.cff", r"^version: (.*)$")])
 def test_changelog_citation_and_version_agree(name: str, form: str) -> None:
-    found = re.search(form, (ROOT / name).read_text(encoding="utf-8"), re.MULTILINE)
-    assert found is not None
-    assert found[1] == dsbd_cli.__version__
+    match = re.search(form, (ROOT / name).read_text(encoding="utf-8"), re.MULTILINE)
+    assert match is not None
+    assert match[1] == dsbd_cli.__version__
 
 
 def test_load_has_the_defaults_of_the_command() -> None:

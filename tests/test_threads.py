@@ -70,18 +70,20 @@ def test_no_groups_are_no_limit(tmp_path: Path) -> None:
     assert quota(tmp_path, tmp_path / "none") == math.inf
 
 
-@pytest.mark.parametrize(("limit", "found"), [(math.inf, 8), (2.5, 3), (0.2, 1), (40.0, 8)])
-def test_processors_are_those_of_affinity_and_quota(limit: float, found: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("limit", "expected"), [(math.inf, 8), (2.5, 3), (0.2, 1), (40.0, 8)])
+def test_processors_are_those_of_affinity_and_quota(
+    limit: float, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
     monkeypatch.setattr(threads, "quota", lambda: limit)
-    assert processors() == found
+    assert processors() == expected
 
 
 def test_waiting_is_left_to_a_user_who_has_decided() -> None:
-    for given in ({"OMP_WAIT_POLICY": "active"}, {"GOMP_SPINCOUNT": "9"}, {"KMP_BLOCKTIME": "9"}):
-        environment = dict(given)
+    for chosen in ({"OMP_WAIT_POLICY": "active"}, {"GOMP_SPINCOUNT": "9"}, {"KMP_BLOCKTIME": "9"}):
+        environment = dict(chosen)
         wait_without_spinning(environment)
-        assert environment == given
+        assert environment == chosen
     environment = {"OMP_NUM_THREADS": "2"}
     wait_without_spinning(environment)
     assert environment == {"OMP_NUM_THREADS": "2", **SPINNING}
@@ -92,15 +94,15 @@ def test_threads_of_small_models_sleep_sooner() -> None:
     for size, spins in ((SMALL_BYTES - 1, SMALL_SPINS), (SMALL_BYTES, SPINS), (0, SMALL_SPINS)):
         sleep_sooner(size, environment)
         assert environment == {**SPINNING, "GOMP_SPINCOUNT": str(spins)}
-    for given in (
+    for chosen in (
         {},
         {"GOMP_SPINCOUNT": str(SPINS)},
         {**SPINNING, "OMP_WAIT_POLICY": "passive"},
         {"KMP_BLOCKTIME": "1"},
     ):
-        environment = dict(given)
+        environment = dict(chosen)
         sleep_sooner(0, environment)
-        assert environment == given
+        assert environment == chosen
 
 
 def test_the_command_decides_before_torch_is_imported() -> None:
@@ -112,8 +114,8 @@ def test_the_command_decides_before_torch_is_imported() -> None:
         "app.main = lambda: print('torch' in sys.modules, os.environ.get('GOMP_SPINCOUNT'))\n"
         "__main__.main()\n"
     )
-    given = {name: value for name, value in os.environ.items() if name not in threads.CHOSEN}
-    done = subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, check=True)
+    environment = {name: value for name, value in os.environ.items() if name not in threads.CHOSEN}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", SPINNING["GOMP_SPINCOUNT"]]
 
 

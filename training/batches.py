@@ -52,12 +52,12 @@ def make_row(group: list[TaskRecord], tokenizer: PreTrainedTokenizerFast) -> Row
     ids = list(encoded[0])
     shared = len(ids)
     positions, branches, weights = list(range(shared)), [0] * shared, [0.0] * shared
-    for place in range(len(group)):
-        question, answer = encoded[1 + 2 * place], encoded[2 + 2 * place]
+    for index in range(len(group)):
+        question, answer = encoded[1 + 2 * index], encoded[2 + 2 * index]
         tokens = [*question, *answer, tokenizer.eos_token_id]
         ids += tokens
         positions += range(shared, shared + len(tokens))
-        branches += [place + 1] * len(tokens)
+        branches += [index + 1] * len(tokens)
         weights += [QUESTION_WEIGHT] * (len(question) - 1) + [1.0] * (len(answer) + 1) + [0.0]
     return Row(ids, positions, branches, weights)
 

@@ -47,8 +47,8 @@ def distill(
     def loss(_: nn.Module, batch: Batch) -> torch.Tensor:
         with torch.no_grad():
             wanted = weighted_logits(target_hidden, target, batch).log_softmax(-1)
-        found = weighted_logits(draft_hidden, draft, batch).log_softmax(-1)
-        losses = functional.kl_div(found, wanted, reduction="none", log_target=True).sum(-1)
+        draft_logprobs = weighted_logits(draft_hidden, draft, batch).log_softmax(-1)
+        losses = functional.kl_div(draft_logprobs, wanted, reduction="none", log_target=True).sum(-1)
         return (losses * batch.weights[batch.weights > 0]).sum() / batch.weights.sum()
 
     groups = mixed(seed, read_groups(generated))

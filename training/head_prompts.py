@@ -93,7 +93,7 @@ Anna has {a} apples, gives {b} away and buys {c}. How many has she now?
 
 def parts(text: str, at: str) -> list[str]:
     """The entries of a list."""
-    return [" ".join(one.split()) for one in text.split(at) if one.strip()]
+    return [" ".join(part.split()) for part in text.split(at) if part.strip()]
 
 
 LISTS = {

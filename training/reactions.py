@@ -34,31 +34,31 @@ NARROW, HEADS, LAYERS = 64, 4, 2  # while it learns
 
 def molecule(rng: random.Random, length: int, depth: int = 0) -> list[str]:
     """Tokens of a chain with rings, groups and branches; about `length` of them."""
-    found: list[str] = []
-    while len(found) < length:
+    tokens: list[str] = []
+    while len(tokens) < length:
         kind = rng.random()
         if kind < 0.12:
-            found += rng.choice(RINGS)
+            tokens += rng.choice(RINGS)
         elif kind < 0.27:
-            found += rng.choice(GROUPS)
-        elif kind < 0.37 and depth < 2 and found:
-            found += ["(", *molecule(rng, rng.randint(1, 4), depth + 1), ")"]
-        elif kind < 0.43 and found:
-            found += ["=", rng.choice("CN")]
+            tokens += rng.choice(GROUPS)
+        elif kind < 0.37 and depth < 2 and tokens:
+            tokens += ["(", *molecule(rng, rng.randint(1, 4), depth + 1), ")"]
+        elif kind < 0.43 and tokens:
+            tokens += ["=", rng.choice("CN")]
         else:
-            found.append(rng.choice(ATOMS))
-    return found
+            tokens.append(rng.choice(ATOMS))
+    return tokens
 
 
 def product(source: list[str]) -> list[str]:
     """What the reactions turn a molecule into."""
-    found: list[str] = []
-    for place, token in enumerate(source):
-        acid = token == "Cl" and source[max(0, place - 3) : place] == ["=", "O", ")"]
-        nitrile = token == "#" and source[place + 1 : place + 2] == ["N"]
+    tokens: list[str] = []
+    for position, token in enumerate(source):
+        acid = token == "Cl" and source[max(0, position - 3) : position] == ["=", "O", ")"]
+        nitrile = token == "#" and source[position + 1 : position + 2] == ["N"]
         if not nitrile:
-            found.append({"Br": "N"}.get(token, "O" if acid else token))
-    return found
+            tokens.append({"Br": "N"}.get(token, "O" if acid else token))
+    return tokens
 
 
 def line(rng: random.Random) -> tuple[list[str], list[str]]:
@@ -140,7 +140,7 @@ def main() -> None:
             source, answer = line(rng)
             file.write(json.dumps({"prompt": " ".join(source), "reference": " ".join(answer)}) + "\n")
     pairs = [
-        ([*(ids[one] for one in source), END], [*(ids[one] for one in answer), END])
+        ([*(ids[token] for token in source), END], [*(ids[token] for token in answer), END])
         for source, answer in (line(rng) for _ in range(LINES))
     ]
     print(f"{len(pairs)} lines", file=sys.stderr)

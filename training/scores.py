@@ -33,14 +33,14 @@ def answers(
     """The new tokens of every prompt, the end token (if reached) included; greedy at temperature 0."""
     inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left", return_token_type_ids=False)
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
-    found = model.generate(
+    outputs = model.generate(
         **inputs,
         max_new_tokens=MAX_NEW_TOKENS,
         pad_token_id=tokenizer.pad_token_id,
         **({"do_sample": False} | sampling),
     )
     cut = []
-    for row in found[:, inputs["input_ids"].shape[1] :].tolist():
+    for row in outputs[:, inputs["input_ids"].shape[1] :].tolist():
         length = row.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in row else len(row)
         cut.append(row[:length])
     return cut

@@ -37,8 +37,8 @@ def dsbd(folder: str, threads: int, dtype: str, quantize: str | None) -> Answer:
             engines.clear()
             engines[key] = Engine(first.target, None, first.codec, method, batch_size=len(prompts))
         sampling = SamplingConfig(max_new_tokens=tokens, token_rules=f"none,min_new_tokens={tokens}")
-        found = list(engines[key].run([Request(prompt_ids=tuple(ids), sampling=sampling) for ids in prompts]))
-        return [list(one.hypotheses[0].token_ids) for one in found]
+        results = list(engines[key].run([Request(prompt_ids=tuple(ids), sampling=sampling) for ids in prompts]))
+        return [list(result.hypotheses[0].token_ids) for result in results]
 
     return answer
 
@@ -67,7 +67,7 @@ def openvino(folder: str, threads: int, *, strict: bool) -> Answer:
         config.num_return_sequences, config.length_penalty = 1, 1.0
         ids = np.array(prompts, dtype=np.int64)
         inputs = genai.TokenizedInputs(ov.Tensor(ids), ov.Tensor(np.ones_like(ids)))
-        return [list(map(int, one)) for one in pipe.generate(inputs, config).tokens]
+        return [list(map(int, ids)) for ids in pipe.generate(inputs, config).tokens]
 
     return answer
 
@@ -83,12 +83,12 @@ def transformers(folder: str, threads: int, dtype: str) -> Answer:
     def answer(prompts: Prompts, beams: int, tokens: int) -> Prompts:
         ids = torch.tensor(prompts)
         with torch.inference_mode():
-            found = model.generate(
+            sequences = model.generate(
                 ids, attention_mask=torch.ones_like(ids), num_beams=beams, max_new_tokens=tokens, min_new_tokens=tokens,
                 do_sample=False, length_penalty=1.0, temperature=None, top_k=None, top_p=None, repetition_penalty=1.0,
                 pad_token_id=0,
             )  # fmt: skip
-        rows: Prompts = found[:, ids.shape[1] :].tolist()
+        rows: Prompts = sequences[:, ids.shape[1] :].tolist()
         return rows
 
     return answer
@@ -103,11 +103,11 @@ def ctranslate2(folder: str, threads: int) -> Answer:
         words = json.load(file)
 
     def answer(prompts: Prompts, beams: int, tokens: int) -> Prompts:
-        found = model.generate_batch(
+        results = model.generate_batch(
             [[words[token] for token in ids] for ids in prompts], beam_size=beams, max_length=tokens,
             min_length=tokens, include_prompt_in_result=False, length_penalty=1.0,
         )  # fmt: skip
-        return [one.sequences_ids[0] for one in found]
+        return [result.sequences_ids[0] for result in results]
 
     return answer
 
@@ -137,9 +137,9 @@ def llama_cpp(file: str, threads: int) -> Answer:
         }  # fmt: skip
         request = urllib.request.Request(f"{servers[key].listening_address}/completion", json.dumps(asked).encode())
         with urllib.request.urlopen(request) as response:
-            found = json.load(response)
-        answers = found if len(prompts) > 1 else [found]
-        return [one["tokens"] for one in sorted(answers, key=lambda one: one["index"])]
+            reply = json.load(response)
+        answers = reply if len(prompts) > 1 else [reply]
+        return [answer["tokens"] for answer in sorted(answers, key=lambda answer: answer["index"])]
 
     return answer
 
@@ -164,7 +164,7 @@ def onnxruntime(folder: str, threads: int) -> Answer:
         generator.append_tokens(np.array(prompts, dtype=np.int32))
         while not generator.is_done():
             generator.generate_next_token()
-        return [list(map(int, generator.get_sequence(place)))[start:] for place in range(len(prompts))]
+        return [list(map(int, generator.get_sequence(index)))[start:] for index in range(len(prompts))]
 
     return answer
 

@@ -67,8 +67,8 @@ class SeparatePeer(Peer):
         """Raises ModelError for what neither can do."""
         super().__init__(config, target, codec, sampling, batch_size)
         if sampling.stop or sampling.token_rules or sampling.own_rules or sampling.bad_words:
-            given = "stop strings" if sampling.stop else "token rules"
-            raise ModelError(f"{config.whose} takes no {given}: leave it out of --methods")
+            unsupported = "stop strings" if sampling.stop else "token rules"
+            raise ModelError(f"{config.whose} takes no {unsupported}: leave it out of --methods")
 
     def _batch(self, prompts: Sequence[Asked]) -> Iterator[Delivered]:
         ids = [prompt for prompt in prompts if not isinstance(prompt, Request)]
@@ -86,19 +86,19 @@ class CTranslatePeer(SeparatePeer):
     def __init__(
         self,
         config: CTranslateConfig,
-        place: Path,
+        model_path: Path,
         target: BaseForestModel,
         codec: HFCodec,
         sampling: SamplingConfig,
         batch_size: int,
     ) -> None:
-        """place: the checkpoint's folder. Raises ModelError where CTranslate2 cannot convert it."""
+        """model_path: the checkpoint's folder. Raises ModelError where CTranslate2 cannot convert it."""
         super().__init__(config, target, codec, sampling, batch_size)
-        self._generator = _generator(place, config.dtype, torch.get_num_threads())
+        self._generator = _generator(model_path, config.dtype, torch.get_num_threads())
 
     def _answers(self, prompts: Sequence[Sequence[int]]) -> Iterator[Delivered]:
         asked, ends = self._sampling, list(self._codec.eos_ids)
-        found = self._generator.generate_batch(
+        results = self._generator.generate_batch(
             [[self._codec.tokenizer.convert_ids_to_tokens(token) for token in prompt] for prompt in prompts],
             beam_size=self.config.num_beams,
             num_hypotheses=asked.n_best if self.config.num_beams > 1 else 1,
@@ -108,32 +108,32 @@ class CTranslatePeer(SeparatePeer):
             return_end_token=True,
             include_prompt_in_result=False,
         )
-        for result in found:
+        for result in results:
             ranked = tuple(delivered(ids, ends) for ids in result.sequences_ids)
             yield Delivered(ranked[0], self.text(ranked[0]), None, ranked)
 
 
 @functools.lru_cache(maxsize=4)
-def _generator(place: Path, dtype: str, threads: int) -> _Generator:
+def _generator(model_path: Path, dtype: str, threads: int) -> _Generator:
     """Greedy and beam search share one."""
     import ctranslate2
 
     with tempfile.TemporaryDirectory(prefix="dsbd-ctranslate2-") as folder:
-        made = convert(place, Path(folder), dtype)
-        found = ctranslate2.Generator(str(made), device="cpu", compute_type=dtype, intra_threads=threads)
-        return cast("_Generator", found)
+        made = convert(model_path, Path(folder), dtype)
+        generator = ctranslate2.Generator(str(made), device="cpu", compute_type=dtype, intra_threads=threads)
+        return cast("_Generator", generator)
 
 
-def convert(place: Path, folder: Path, dtype: str) -> Path:
+def convert(model_path: Path, folder: Path, dtype: str) -> Path:
     """The checkpoint in CTranslate2's format, in a new folder below `folder`. Raises ModelError."""
     made = folder / "ctranslate2"
-    command = [sys.executable, "-m", "ctranslate2.converters.transformers", "--model", str(place)]
+    command = [sys.executable, "-m", "ctranslate2.converters.transformers", "--model", str(model_path)]
     done = subprocess.run(
         [*command, "--output_dir", str(made), "--quantization", dtype], capture_output=True, text=True, check=False
     )
     if done.returncode:
         said = " ".join((done.stderr.strip().splitlines() or ["no message"])[-1].split())[:LAST]
-        raise ModelError(f"CTranslate2 cannot convert {place} ({said}): leave it out of --methods")
+        raise ModelError(f"CTranslate2 cannot convert {model_path} ({said}): leave it out of --methods")
     # it refuses a tokenizer without begin or unknown tokens
     config = json.loads((made / "config.json").read_text(encoding="utf-8"))
     config = {name: NO_TOKEN if value is None else value for name, value in config.items()}
@@ -148,19 +148,19 @@ class LlamaPeer(SeparatePeer):
     def __init__(
         self,
         config: PeerConfig,
-        place: Path,
+        model_path: Path,
         target: BaseForestModel,
         codec: HFCodec,
         sampling: SamplingConfig,
         room: int,
     ) -> None:
-        """place: a GGUF file. room: tokens of the longest prompt with its answer, and one more."""
+        """model_path: a GGUF file. room: tokens of the longest prompt with its answer, and one more."""
         super().__init__(config, target, codec, sampling, 1)
-        self._server = _server(place, room, torch.get_num_threads())
+        self._server = _server(model_path, room, torch.get_num_threads())
 
     def _answers(self, prompts: Sequence[Sequence[int]]) -> Iterator[Delivered]:
         for prompt in prompts:
-            found = self._server.handle_completions(
+            reply = self._server.handle_completions(
                 {
                     "prompt": list(prompt),
                     "n_predict": self._sampling.max_new_tokens,
@@ -168,10 +168,10 @@ class LlamaPeer(SeparatePeer):
                     "cache_prompt": True,
                 }
             )
-            if "choices" not in found:
-                said = " ".join(str(found).split())[:LAST]
+            if "choices" not in reply:
+                said = " ".join(str(reply).split())[:LAST]
                 raise ModelError(f"llama.cpp fails: {said}: leave it out of --methods, or give shorter prompts")
-            choice = cast("list[_Choice]", found["choices"])[0]
+            choice = cast("list[_Choice]", reply["choices"])[0]
             ended = choice["finish_reason"] == "stop"
             (body,) = self._codec.encode_pieces([choice["text"]])
             ids = (*body, *(self._codec.eos_ids[:1] if ended else ()))
@@ -179,11 +179,11 @@ class LlamaPeer(SeparatePeer):
 
 
 @functools.lru_cache(maxsize=1)
-def _server(place: Path, room: int, threads: int) -> _Server:
+def _server(model_path: Path, room: int, threads: int) -> _Server:
     import xllamacpp
 
     params = xllamacpp.CommonParams()
-    params.model.path = str(place)
+    params.model.path = str(model_path)
     params.n_ctx, params.n_parallel, params.verbosity = room, 1, -1
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
     return cast("_Server", xllamacpp.Server(params))
@@ -200,8 +200,8 @@ class CTranslateConfig(PeerConfig):
 
     def peer(self, pair: Engine, sampling: SamplingConfig, batch_size: int, longest: int) -> Peer:
         """Make the comparator; see PeerConfig.peer."""
-        place, target, codec = _taken(pair, "folder", "ctranslate2")
-        return CTranslatePeer(self, place, target, codec, sampling, batch_size)
+        model_path, target, codec = _taken(pair, "folder", "ctranslate2")
+        return CTranslatePeer(self, model_path, target, codec, sampling, batch_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,9 +218,9 @@ class LlamaConfig(PeerConfig):
 
     def peer(self, pair: Engine, sampling: SamplingConfig, batch_size: int, longest: int) -> Peer:
         """Make the comparator; see PeerConfig.peer."""
-        place, target, codec = _taken(pair, "file", "xllamacpp")
+        model_path, target, codec = _taken(pair, "file", "xllamacpp")
         room = longest + sampling.max_new_tokens + 1  # it ends an answer one token before the room is full
-        return LlamaPeer(self, place, target, codec, sampling, room)
+        return LlamaPeer(self, model_path, target, codec, sampling, room)
 
 
 FORMS = {"folder": "a folder of safetensors", "file": "a GGUF file"}
@@ -238,10 +238,10 @@ def _taken(pair: Engine, kind: str, package: str) -> tuple[Path, BaseForestModel
         why = "--allow" if pair.catalogues else "a target with an encoder, or on a GPU"
         raise ModelError(f"it does not go with {why}: leave it out of --methods")
     assert pair.info is not None
-    found = resolve(pair.info.target)
-    if found.kind != kind:
+    resolved = resolve(pair.info.target)
+    if resolved.kind != kind:
         raise ModelError(f"it reads {FORMS[kind]}, but --target is {pair.info.target}: leave it out of --methods")
-    return Path(found.path), target, codec
+    return Path(resolved.path), target, codec
 
 
 METHODS: dict[str, Method] = {

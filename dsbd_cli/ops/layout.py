@@ -193,20 +193,20 @@ class KernelTensors:
     """The tensors that a kernel takes. writes: names of those it writes. apart: of those whose rows may lie apart."""
 
     def __init__(self, kernel: str) -> None:
-        self.kernel, place = kernel, KERNELS.index(kernel)
-        self.tensors = tuple(tensor for tensor in TENSORS if tensor.access[place] != ".")
-        self.writes = frozenset(tensor.name for tensor in self.tensors if tensor.access[place] in "wu")
-        self.apart = frozenset(tensor.name for tensor in self.tensors if tensor.access[place] == "s")
+        self.kernel, index = kernel, KERNELS.index(kernel)
+        self.tensors = tuple(tensor for tensor in TENSORS if tensor.access[index] != ".")
+        self.writes = frozenset(tensor.name for tensor in self.tensors if tensor.access[index] in "wu")
+        self.apart = frozenset(tensor.name for tensor in self.tensors if tensor.access[index] == "s")
         # what each call goes through, as plain tuples: the fields of each owner, and the dims that give the sizes
         self._fields: dict[str, list[tuple[str, str]]] = {}
         self._dims: dict[str, list[tuple[str, int, int, int]]] = {}
         sizes = set[str]()
         for tensor in self.tensors:
             self._fields.setdefault(tensor.owner, []).append((tensor.field, tensor.name))
-            for place, dim in enumerate(tensor.shape):
+            for axis, dim in enumerate(tensor.shape):
                 if dim.times and dim.size not in sizes:
                     sizes.add(dim.size)
-                    self._dims.setdefault(tensor.name, []).append((dim.size, place, dim.first, dim.times))
+                    self._dims.setdefault(tensor.name, []).append((dim.size, axis, dim.first, dim.times))
 
     def gather(self, **owners: object) -> Tensors:
         """Return the kernel's tensors by name. owners: objects, or dicts by field; of one that is left out or empty the
@@ -228,8 +228,8 @@ class KernelTensors:
         for name, dims in self._dims.items():
             if (tensor := tensors.get(name)) is not None:
                 shape = tensor.shape
-                for size, place, first, times in dims:
-                    sizes[size] = (shape[place] - first) // times
+                for size, axis, first, times in dims:
+                    sizes[size] = (shape[axis] - first) // times
         return sizes
 
 

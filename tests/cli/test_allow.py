@@ -29,23 +29,23 @@ def lines(path: Path, *rows: object) -> Path:
 
 
 def beams(record: dict[str, object]) -> list[tuple[object, object]]:
-    found = record["beams"]
-    assert isinstance(found, list)
-    return [(one["text"], one.get("answer_id")) for one in found]
+    entries = record["beams"]
+    assert isinstance(entries, list)
+    return [(entry["text"], entry.get("answer_id")) for entry in entries]
 
 
 def test_records_hold_allowed_answers_and_their_ids(generate: Call, tmp_path: Path) -> None:  # noqa: F811
     path = lines(tmp_path / "c.jsonl", {"text": " fox", "id": 7}, {"text": " foxes", "id": "f"}, {"text": " dog"})
     first, second = generate("--allow", str(path), lines=ROWS, code=0)
-    known = {" fox": 7, " foxes": "f", " dog": None}
+    expected = {" fox": 7, " foxes": "f", " dog": None}
     assert len(beams(first)) == 1
-    assert sorted(str(text) for text, _ in beams(second)) == sorted(known)
-    assert all(known[str(text)] == answer for text, answer in beams(first) + beams(second))
+    assert sorted(str(text) for text, _ in beams(second)) == sorted(expected)
+    assert all(expected[str(text)] == answer for text, answer in beams(first) + beams(second))
     assert first["answer_id" if first.get("answer_id") is not None else "text"] == (first.get("answer_id") or " dog")
     plain = lines(tmp_path / "c.txt", " fox", "", " foxes", " dog")
     for options in ((), ("--decode", "search"), ("--verify", "rejection")):
         for record in generate("--allow", str(plain), *options, lines=ROWS, code=0):
-            assert {text for text, _ in beams(record)} <= set(known)
+            assert {text for text, _ in beams(record)} <= set(expected)
 
 
 def test_rows_choose_a_catalogue_or_bring_their_own(generate: Call, tmp_path: Path) -> None:  # noqa: F811
@@ -60,10 +60,10 @@ def test_rows_choose_a_catalogue_or_bring_their_own(generate: Call, tmp_path: Pa
         '{"prompt": "x", "allow": [" one", ""]}',
         '{"prompt": "x", "allow": "animals", "stop": "e"}',
     ]
-    found = generate("--allow", str(path), lines=asked, code=3)
-    assert [beams(one) for one in found[:2]] == [[(" fox", 1)], [(" red", 1)]]
-    assert {text for text, _ in beams(found[2])} == {" one", " two"}
-    told = [str(one["error"]["message"]) for one in found[3:]]  # type: ignore[index]
+    records = generate("--allow", str(path), lines=asked, code=3)
+    assert [beams(record) for record in records[:2]] == [[(" fox", 1)], [(" red", 1)]]
+    assert {text for text, _ in beams(records[2])} == {" one", " two"}
+    told = [str(record["error"]["message"]) for record in records[3:]]  # type: ignore[index]
     assert "line 4: allow is not given, but the catalogues have names: give one of animals, colours" in told[0]
     assert "line 5: allow is 'films', but the catalogues are animals, colours" in told[1]
     assert "line 6: allow is [' one', ''], but must be a catalogue's name or a list of answers" in told[2]
@@ -94,11 +94,11 @@ def test_answers_of_a_table(tmp_path: Path) -> None:
             with pytest.raises(UsageError, match=r"c.tsv line 2: the row has 2 cells, but the header has 3"):
                 catalogues.read_catalogues(tmp_path / name)
             continue
-        found = catalogues.read_catalogues(tmp_path / name)
-        assert {name: [(one.text, one.id) for one in some] for name, some in found.items()} == wanted
-        assert [one.place.rpartition(" ")[2] for some in found.values() for one in some] == ["2", "3", "6"]
+        by_name = catalogues.read_catalogues(tmp_path / name)
+        assert {name: [(answer.text, answer.id) for answer in some] for name, some in by_name.items()} == wanted
+        assert [answer.place.rpartition(" ")[2] for some in by_name.values() for answer in some] == ["2", "3", "6"]
     (tmp_path / "t.csv").write_text('token_ids\n"[1, 2]"\n')
-    assert [one.tokens for one in catalogues.read_catalogues(tmp_path / "t.csv")[""]] == [(1, 2)]
+    assert [answer.tokens for answer in catalogues.read_catalogues(tmp_path / "t.csv")[""]] == [(1, 2)]
 
 
 @pytest.mark.parametrize(
@@ -191,10 +191,10 @@ def test_a_large_catalogue_is_kept_beside_its_file(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(catalogues, "read_catalogues", lambda path: pytest.fail("compiled again"))
     again = catalogues.open_catalogues(path, codec(), 400)
     tokens = codec().encode_pieces([" 5"])[0]
-    for found in (first, again):
-        assert {name: len(one) for name, one in found.items()} == {"a": 5, "b": 4}
-        assert found["b"].id_of([*tokens, 0]) == 5
-        assert found["b"].trie.longest == len(tokens) + 1
+    for by_name in (first, again):
+        assert {name: len(catalogue) for name, catalogue in by_name.items()} == {"a": 5, "b": 4}
+        assert by_name["b"].id_of([*tokens, 0]) == 5
+        assert by_name["b"].trie.longest == len(tokens) + 1
     monkeypatch.undo()
     monkeypatch.setattr(catalogues, "KEPT_FROM", 3)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -222,10 +222,10 @@ def test_a_damaged_compiled_file_is_compiled_anew(
     [kept] = tmp_path.glob("c.jsonl.*.trie")
     whole = kept.read_bytes()
     head, at = _first_line(kept)
-    for place, count in enumerate(head["catalogues"][0][2]):
+    for array_index, count in enumerate(head["catalogues"][0][2]):
         at += -at % compiled.ALIGNED
-        size = count * (8 if place < 4 else 1)
-        if place == array:
+        size = count * (8 if array_index < 4 else 1)
+        if array_index == array:
             data = bytearray(whole)
             second = at + (8 if array < 4 else 1)
             data[second : 2 * second - at] = b"\xff" * (second - at)
@@ -233,13 +233,13 @@ def test_a_damaged_compiled_file_is_compiled_anew(
         at += size
     if signed:
         monkeypatch.setattr(compiled, "_checksum", lambda arrays: head["body"])
-    found = catalogues.open_catalogues(path, codec(), 400, told.append)
+    by_name = catalogues.open_catalogues(path, codec(), 400, told.append)
     assert len(told) == 1
     assert "is damaged (" in told[0]
     assert "is compiled anew" in told[0]
     for at in range(9):
         tokens = [*codec().encode_pieces([f" {at}"])[0], 0]
-        assert found[""].id_of(tokens) == first[""].id_of(tokens) == at
+        assert by_name[""].id_of(tokens) == first[""].id_of(tokens) == at
     assert kept.read_bytes() == whole
 
 
@@ -286,8 +286,10 @@ def test_many_catalogues_keep_one_file_open(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(catalogues, "read_catalogues", lambda path: pytest.fail("compiled again"))
     process = psutil.Process()
     before = process.num_fds()
-    found = catalogues.open_catalogues(path, codec(), 400)
-    assert [one.id_of([*codec().encode_pieces([" a"])[0], 0]) for one in found.values()] == list(range(40))
+    by_name = catalogues.open_catalogues(path, codec(), 400)
+    assert [catalogue.id_of([*codec().encode_pieces([" a"])[0], 0]) for catalogue in by_name.values()] == list(
+        range(40)
+    )
     assert process.num_fds() - before <= 1
 
 
@@ -307,8 +309,8 @@ def test_objects_in_a_file_of_another_name(tmp_path: Path) -> None:
     """They would be taken for texts, and the model would write JSON."""
     with pytest.raises(UsageError, match=r"c.json line 2 is an object, but .* ends in .jsonl: rename it"):
         catalogues.open_catalogues(lines(tmp_path / "c.json", " a", {"text": " b", "id": 1}), codec(), 400)
-    found = catalogues.open_catalogues(lines(tmp_path / "c.txt", {"answer": "b"}, "{a"), codec(), 400)
-    assert len(found[""]) == 2
+    by_name = catalogues.open_catalogues(lines(tmp_path / "c.txt", {"answer": "b"}, "{a"), codec(), 400)
+    assert len(by_name[""]) == 2
 
 
 def test_a_user_without_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,7 +328,7 @@ def test_a_folder_that_cannot_be_written_sends_it_to_the_cache(tmp_path: Path, m
     path = lines(tmp_path / "c.txt", " a", " b")
     keep = catalogues.write_compiled
     monkeypatch.setattr(
-        catalogues, "write_compiled", lambda place, *rest: False if place.parent == tmp_path else keep(place, *rest)
+        catalogues, "write_compiled", lambda path, *rest: False if path.parent == tmp_path else keep(path, *rest)
     )
     assert len(catalogues.open_catalogues(path, codec(), 400)[""]) == 2
     assert len(list((tmp_path / "cache" / "dsbd").glob("*.trie"))) == 1
@@ -340,6 +342,6 @@ def test_options_that_cannot_act_are_refused(dsbd: Callable[..., Outcome], tmp_p
         (("--allow", str(path), "--stop", "x"), "--stop 'x' would cut answers, but --allow says where one ends"),
         (("--allow", str(path), "--drafter", "beam+grammar"), "--drafter beam+grammar would do nothing"),
     ):
-        found = dsbd("generate", *options, lines=[{"prompt": "x"}])
-        assert found.code == 2
-        assert message in found.err
+        outcome = dsbd("generate", *options, lines=[{"prompt": "x"}])
+        assert outcome.code == 2
+        assert message in outcome.err

@@ -104,7 +104,7 @@ def test_a_file_that_exists_is_kept(dsbd: Call, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "given",
+    "arguments",
     [
         ("--input", "{old}"),
         ("--task", "squad", "--data", "{old}"),
@@ -118,11 +118,11 @@ def test_a_file_that_exists_is_kept(dsbd: Call, tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("output", ["--json", "--plot"])
 def test_a_report_does_not_replace_what_is_read(
-    dsbd: Call, given: tuple[str, ...], output: str, tmp_path: Path
+    dsbd: Call, arguments: tuple[str, ...], output: str, tmp_path: Path
 ) -> None:
-    old, content = tmp_path / "old.png", b"SQLite format 3\0" if "exec:" in given[-1] else b'{"prompt": "a"}\n'
+    old, content = tmp_path / "old.png", b"SQLite format 3\0" if "exec:" in arguments[-1] else b'{"prompt": "a"}\n'
     old.write_bytes(content)
-    words = [word.format(old=old, folder=tmp_path) for word in given]
+    words = [word.format(old=old, folder=tmp_path) for word in arguments]
     done = dsbd("bench", *words, output, str(old), "--existing", "overwrite")
     assert (done.code, done.loads, old.read_bytes()) == (2, [], content)
     assert f"{output} {old} is the input: name another file" in done.err
@@ -181,8 +181,8 @@ def test_prompts_go_through_the_chat_template_where_that_is_asked_for(tmp_path: 
     words = ("--input", str(prompts), "--methods", "greedy", "--max-new-tokens", "2", "--target")
     plain = bench(*words, str(target))
     assert "note: the target has a chat template, but prompts are given to it as they stand: --chat puts" in plain.out
-    for given in ("--chat", "--no-chat"):
-        told = bench(*words, str(target), given)
+    for chat in ("--chat", "--no-chat"):
+        told = bench(*words, str(target), chat)
         assert (told.code, "chat template" in told.out) == (0, False)
     refused = bench(*words, "builtin:target", "--chat")
     assert "error: --chat: target builtin:target has no chat template: drop it" in refused.err

@@ -45,12 +45,12 @@ def test_same_text_as_without_a_draft(
     """Guards the whole way from two folders: which tokenizer is whose, and what the record says of the method."""
     plain = generate(pair, tmp_path, *of_rule(rule), draft="none")
     for batch in ("1", "3"):
-        found = generate(pair, tmp_path, *of_rule(rule), "--drafter", "bridge", "--batch-size", batch)
-        assert [row["text"] for row in found] == [row["text"] for row in plain]
-        assert {row["method"]["drafter"] for row in found} == {"bridge"}
-        assert all(row["stats"]["draft_calls"] > 0 for row in found)
+        records = generate(pair, tmp_path, *of_rule(rule), "--drafter", "bridge", "--batch-size", batch)
+        assert [row["text"] for row in records] == [row["text"] for row in plain]
+        assert {row["method"]["drafter"] for row in records} == {"bridge"}
+        assert all(row["stats"]["draft_calls"] > 0 for row in records)
         said = "records say same-law, not same-text" in capfd.readouterr().err
-        assert {row["exactness"] for row in found} == {"same-law" if said else "same-text"}
+        assert {row["exactness"] for row in records} == {"same-law" if said else "same-text"}
 
 
 def test_a_recurrent_byte_level_target(tmp_path: Path) -> None:
@@ -62,9 +62,9 @@ def test_a_recurrent_byte_level_target(tmp_path: Path) -> None:
         str(save(tmp_path / "draft", tokenizer=draft, vocab_size=len(draft), seed=1)),
     )
     plain = generate(made, tmp_path, *of_rule("search"), draft="none")
-    found = generate(made, tmp_path, *of_rule("search"), "--drafter", "bridge", "--batch-size", "3")
-    assert [row["text"] for row in found] == [row["text"] for row in plain]
-    assert all(row["stats"]["draft_calls"] > 0 for row in found)
+    records = generate(made, tmp_path, *of_rule("search"), "--drafter", "bridge", "--batch-size", "3")
+    assert [row["text"] for row in records] == [row["text"] for row in plain]
+    assert all(row["stats"]["draft_calls"] > 0 for row in records)
 
 
 def test_mambabyte(tmp_path: Path) -> None:
@@ -86,14 +86,14 @@ def test_mambabyte(tmp_path: Path) -> None:
     target = ("--target", str(folder), "--seed", "4")
     plain = answers(*target, "--draft", "none")
     assert [row["text"] for row in plain] == [text.encode()[:32].decode() for _, text in texts]
-    found = answers(*target, "--draft", "builtin:draft", "--drafter", "bridge", "--depth", "6", "--batch-size", "3")
-    assert [row["text"] for row in found] == [row["text"] for row in plain]
-    assert sum(row["stats"]["steps"] for row in found) > 4 * sum(row["stats"]["target_calls"] for row in found)
+    records = answers(*target, "--draft", "builtin:draft", "--drafter", "bridge", "--depth", "6", "--batch-size", "3")
+    assert [row["text"] for row in records] == [row["text"] for row in plain]
+    assert sum(row["stats"]["steps"] for row in records) > 4 * sum(row["stats"]["target_calls"] for row in records)
 
 
 def test_rejection_answers(pair: tuple[str, str], tmp_path: Path) -> None:
-    found = generate(pair, tmp_path, "--verify", "rejection", "--drafter", "bridge")
-    assert {row["exactness"] for row in found} == {"same-law"}
+    records = generate(pair, tmp_path, "--verify", "rejection", "--drafter", "bridge")
+    assert {row["exactness"] for row in records} == {"same-law"}
 
 
 def test_refusals(pair: tuple[str, str], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -156,8 +156,8 @@ def test_a_template_is_checked_before_the_run(real: Dsbd, tmp_path: Path) -> Non
 
 def test_variables_without_a_template_are_refused(dsbd: Dsbd, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    given = io.TextIOWrapper(io.BytesIO(b'{"prompt": "a"}\n'), encoding="utf-8")
-    monkeypatch.setattr(sys, "stdin", given)
+    stdin = io.TextIOWrapper(io.BytesIO(b'{"prompt": "a"}\n'), encoding="utf-8")
+    monkeypatch.setattr(sys, "stdin", stdin)
     errors = _Stream()
     monkeypatch.setattr(sys, "stderr", errors)
     assert run(["generate", "--target", "builtin:target", "--draft", "none", "--set", "chat-template-kwargs={}"]) == 0

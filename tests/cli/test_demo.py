@@ -28,10 +28,10 @@ def test_the_built_in_pair_gives_transformers_beams(capsys: pytest.CaptureFixtur
     assert scores[: demo.BEAMS] == scores[demo.BEAMS :]
     assert out.count("the same beam ") == demo.BEAMS
     assert "the same beams for 7 of 7" in out
-    found = re.search(r"(\d+) steps in (\d+) target calls, ([\d.]+) steps per call", out)
-    assert found is not None
-    assert float(found[3]) == pytest.approx(int(found[1]) / int(found[2]), abs=0.005)
-    assert float(found[3]) > 2
+    match = re.search(r"(\d+) steps in (\d+) target calls, ([\d.]+) steps per call", out)
+    assert match is not None
+    assert float(match[3]) == pytest.approx(int(match[1]) / int(match[2]), abs=0.005)
+    assert float(match[3]) > 2
     assert "\x1b" not in out
 
 
@@ -60,7 +60,7 @@ class _Fake(BesideTransformers):
 
     def theirs(self, prompt: str) -> TimedBeams:
         other = Beam("strange", (99,), -9.0)
-        return TimedBeams(tuple(other if one is None else BEAMS[one] for one in self.beams), 1.0)
+        return TimedBeams(tuple(other if index is None else BEAMS[index] for index in self.beams), 1.0)
 
 
 @pytest.mark.parametrize(
@@ -84,10 +84,10 @@ def test_beams_that_differ_are_shown_and_end_with_an_error_code(
     assert run(["demo", "--target", "my model", "--prompt", "a\nb\x07"]) == code
     lines = capsys.readouterr().out.splitlines()
     assert lines[1:4] == ["  a", "  b\\x07", "  to T as a chat, no draft, float32"]
-    ours = next(place for place, line in enumerate(lines) if line.startswith("dsbd, 4 beams"))
+    ours = next(index for index, line in enumerate(lines) if line.startswith("dsbd, 4 beams"))
     assert lines[ours] == "dsbd, 4 beams: 0.50 s; 6 steps in 2 target calls, 3.00 steps per call"
     assert re.split(r"\s{2,}", lines[ours + 2].strip()) == [f"text {number}\\x1b[31m" for number in range(4)]
-    theirs = next(place for place, line in enumerate(lines) if line.startswith("transformers, 4 beams"))
+    theirs = next(index for index, line in enumerate(lines) if line.startswith("transformers, 4 beams"))
     assert lines[theirs] == "transformers, 4 beams: 1.00 s; 2.0 times as long"
     assert re.split(r"\s{2,}", lines[theirs + 2].strip()) == says
     for command in ("generate", "bench"):
@@ -102,7 +102,7 @@ def test_a_long_prompt_stays_below_its_heading(
     monkeypatch.setattr(_Fake, "beams", (0, 1, 2, 3))
     assert run(["demo", "--prompt", "word " * 60]) == 0
     lines = capsys.readouterr().out.splitlines()
-    shown = lines[1 : next(place for place, line in enumerate(lines) if "to T as a chat" in line)]
+    shown = lines[1 : next(index for index, line in enumerate(lines) if "to T as a chat" in line)]
     assert len(shown) > 1
     assert all(re.match("  word( word)*$", line.rstrip()) for line in shown)
 

@@ -80,8 +80,8 @@ def test_from_prompts_to_a_head(
     record = record_of(folder)
     assert (record["complete"], record["prompts"], record["answers"]) == (True, 21, 21)
     assert (record["plan"]["form"], record["plan"]["vocab"]) == ("head", 200)
-    assert [one["step"] for one in record["milestones"]] == [0, 24, 48]
-    losses = [one["loss"] for one in record["milestones"][1:]]
+    assert [milestone["step"] for milestone in record["milestones"]] == [0, 24, 48]
+    losses = [milestone["loss"] for milestone in record["milestones"][1:]]
     assert losses[1] < 0.8 * losses[0]
     first, last = record["milestones"][0], record["milestones"][-1]
     speed = last["measured"]["speed"]
@@ -105,7 +105,7 @@ def test_from_prompts_to_a_head(
     assert "; with one beam layers that pass: " in err
     lines = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
     widths = [max(Counter(branches).values()) for branches in (line["branches"] for line in lines)]
-    assert [len(line["tree"]) > 6 for line in lines] == [place < 6 for place in range(21)], "6 trees, then 15 chains"
+    assert [len(line["tree"]) > 6 for line in lines] == [number < 6 for number in range(21)], "6 trees, then 15 chains"
     assert max(widths[6:]) == 1
     config = json.loads((folder / "config.json").read_text())
     assert (config["speculators_model_type"], config["draft_vocab_size"]) == ("eagle3", 200)
@@ -116,10 +116,10 @@ def test_from_prompts_to_a_head(
     for more in ([], ["--decode", "search"]):
         texts = []
         for draft in (["none"], [str(folder), "--depth", "2", "--drafts-per-layer", "4"]):
-            given = tmp_path / f"{len(more)}-{len(draft)}.jsonl"
-            options = ["--draft", *draft, *OPTIONS, *more, "-i", prompts, "-o", str(given)]
+            output = tmp_path / f"{len(more)}-{len(draft)}.jsonl"
+            options = ["--draft", *draft, *OPTIONS, *more, "-i", prompts, "-o", str(output)]
             assert run(["generate", "--target", target, *options]) == 0
-            records = [json.loads(line) for line in given.read_text().splitlines()]
+            records = [json.loads(line) for line in output.read_text().splitlines()]
             texts.append([record["text"] for record in records])
         assert texts[0] == texts[1]
         assert sum(record["stats"]["drafted"] for record in records) > 0
@@ -181,7 +181,7 @@ def test_other_steps_keep_the_answers(
     said = "--steps was 9 and is 4, --learning-rate was 0.001 and is 0.0001: training begins anew with the answers in "
     assert said in capfd.readouterr().err
     assert (folder / "answers.jsonl").stat().st_mtime_ns == stamp
-    assert [one["step"] for one in record_of(folder)["milestones"]] == [0, 2, 4]
+    assert [milestone["step"] for milestone in record_of(folder)["milestones"]] == [0, 2, 4]
     distil(target, prompts, whole, *words)
     assert (folder / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 
@@ -250,7 +250,10 @@ def test_a_stopped_run_goes_on_to_the_same_weights(
     assert "going on behind step 6" in capfd.readouterr().err
     for name in ("model.safetensors", "answers.jsonl", "config.json"):
         assert (parts / name).read_bytes() == (whole / name).read_bytes(), name
-    done = [[(one["step"], one["loss"]) for one in record_of(folder)["milestones"]] for folder in (whole, parts)]
+    done = [
+        [(milestone["step"], milestone["loss"]) for milestone in record_of(folder)["milestones"]]
+        for folder in (whole, parts)
+    ]
     assert done[0] == done[1]
 
 

@@ -33,10 +33,10 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, str]:
     """A target, a draft that fits, and one that does not."""
-    place = tmp_path_factory.mktemp("models")
+    root = tmp_path_factory.mktemp("models")
     alike, other = wrap(byte_level()), wrap(byte_fallback())
     made = [
-        save(place / name, tokenizer=tokenizer, vocab_size=len(tokenizer) + more, seed=1, **WIDE)
+        save(root / name, tokenizer=tokenizer, vocab_size=len(tokenizer) + more, seed=1, **WIDE)
         for name, tokenizer, more in (("target", alike, 0), ("draft", alike, 5), ("stranger", other, 0))
     ]
     target, draft, stranger = (str(folder) for folder in made)
@@ -78,8 +78,8 @@ def test_the_document(dsbd: Dsbd, folders: tuple[str, str, str]) -> None:
 def test_a_draft_that_does_not_fit_leaves_the_target_to_be_tried(dsbd: Dsbd, folders: tuple[str, str, str]) -> None:
     outcome = dsbd("doctor", "--target", folders[0], "--draft", folders[2])
     assert outcome.code == 1
-    found = states(outcome.out)
-    assert (found["pair"], found["models"], found["texts"]) == ("BROKEN", "ok", "ok")
+    parts = states(outcome.out)
+    assert (parts["pair"], parts["models"], parts["texts"]) == ("BROKEN", "ok", "ok")
     assert "target and draft have different vocabularies" in " ".join(outcome.out.split())
     assert outcome.out.endswith("1 of 12 parts broken: pair\n")
 
@@ -129,8 +129,8 @@ def test_a_part_that_fails_leaves_the_others(
     monkeypatch.setattr(checkup, "cpu_name", fails)
     monkeypatch.setattr(checkup, "NVIDIA", Path(__file__))
     outcome = dsbd("doctor", "--target", folders[0])
-    found = states(outcome.out)
-    assert (outcome.code, found["machine"], found["GPU"], found["speed"]) == (1, "BROKEN", "BROKEN", "ok")
+    parts = states(outcome.out)
+    assert (outcome.code, parts["machine"], parts["GPU"], parts["speed"]) == (1, "BROKEN", "BROKEN", "ok")
     assert "OSError: no such file (unexpected)" in outcome.out
     refused = dsbd("doctor", "--target", "x" * 300)
     assert refused.code == 1

@@ -170,9 +170,9 @@ def test_no_draft_model_at_all(builtin: Callable[..., Outcome], tmp_path: Path) 
     assert (made.code, made.out) == (0, "")
     assert "2 documents" in made.err
     assert builtin("index", str(corpus), "-o", index).code == 2  # it exists
-    found = builtin(*options, "--drafter", f"retrieval:{index}", "--depth", "4")
-    assert texts(found) == texts(plain)
-    assert sum(r["stats"]["accepted"] for r in found.records) > sum(entry["accepted"] for entry in stats)
+    retrieved = builtin(*options, "--drafter", f"retrieval:{index}", "--depth", "4")
+    assert texts(retrieved) == texts(plain)
+    assert sum(r["stats"]["accepted"] for r in retrieved.records) > sum(entry["accepted"] for entry in stats)
 
 
 BAD = [

@@ -36,16 +36,16 @@ def dry(pair: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callab
 
     def call(*options: str, lines: list[str] = LINES, code: int = 3, text: bool = False) -> Any:
         written = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True)
-        given = io.TextIOWrapper(io.BytesIO("\n".join(lines).encode()), encoding="utf-8")
+        stdin = io.TextIOWrapper(io.BytesIO("\n".join(lines).encode()), encoding="utf-8")
         with monkeypatch.context() as patch:
             patch.setattr(sys, "stdout", written)
-            patch.setattr(sys, "stdin", given)
+            patch.setattr(sys, "stdin", stdin)
             form = () if text else ("--set", "log=json")
             arguments = ("--max-new-tokens", "8", "--dtype", "float32", *form, *options)
             assert run(["generate", "--dry-run", *models, *arguments]) == code
         assert isinstance(written.buffer, io.BytesIO)
-        found = written.buffer.getvalue().decode()
-        return found if text or not found else json.loads(found)
+        printed = written.buffer.getvalue().decode()
+        return printed if text or not printed else json.loads(printed)
 
     return call
 
@@ -55,22 +55,22 @@ def test_it_says_what_the_run_then_does(dry: Callable[..., Any], generate: Call)
     schema = {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}}
     lines = [*LINES, json.dumps({"id": "g", "prompt": "x", "response_format": schema})]
     for options in ((), ("--draft", "none"), ("--set", "on-too-long=truncate-left")):
-        found = dry(*options, lines=lines)
+        report = dry(*options, lines=lines)
         records = generate(*options, lines=lines)
         failed = [record for record in records if "error" in record]
         wanted = [
-            {"index": one["index"], "id": one["id"], **one["error"]}  # type: ignore[dict-item]
-            for one in failed
+            {"index": row["index"], "id": row["id"], **row["error"]}  # type: ignore[dict-item]
+            for row in failed
         ]
-        assert found["bad_rows"] == wanted
-        assert found["rows"]["to_answer"] == len(records) - len(failed)
+        assert report["bad_rows"] == wanted
+        assert report["rows"]["to_answer"] == len(records) - len(failed)
         counts = [record["usage"]["prompt_tokens"] for record in records if "usage" in record]  # type: ignore[index]
         assert set(counts) <= {
-            found["tokens"]["longest"],
-            found["tokens"]["median"],
-            *range(found["tokens"]["longest"]),
+            report["tokens"]["longest"],
+            report["tokens"]["median"],
+            *range(report["tokens"]["longest"]),
         }
-        assert found["tokens"]["total"] >= sum(counts)
+        assert report["tokens"]["total"] >= sum(counts)
 
 
 def test_the_lines_for_people(dry: Callable[..., Any], tmp_path: Path) -> None:
@@ -82,10 +82,10 @@ def test_the_lines_for_people(dry: Callable[..., Any], tmp_path: Path) -> None:
         json.dumps({"id": "long", "prompt": "quick " * 30, "max_new_tokens": 500}),
     ]
     (tmp_path / "in.jsonl").write_text("\n".join(lines))
-    found = dry("-i", str(tmp_path / "in.jsonl"), lines=[], text=True)
+    printed = dry("-i", str(tmp_path / "in.jsonl"), lines=[], text=True)
     document = dry("-i", str(tmp_path / "in.jsonl"), lines=[])
     tokens = document["tokens"]
-    assert [" ".join(line.split()) for line in found.splitlines()[:6]] == [
+    assert [" ".join(line.split()) for line in printed.splitlines()[:6]] == [
         f"rows 5 of {tmp_path / 'in.jsonl'}",
         "to answer 2",
         "bad 3",
@@ -93,11 +93,11 @@ def test_the_lines_for_people(dry: Callable[..., Any], tmp_path: Path) -> None:
         "double ids 1",
         f"prompt tokens {tokens['total']} median {tokens['median']:g}, longest {tokens['longest']} (line 5)",
     ]
-    bad = found.splitlines()[7:]
+    bad = printed.splitlines()[7:]
     assert [line.partition(":")[0] for line in bad] == ["line 2", "line 4", "line 5"]
     assert bad[0].endswith(" (no id)")
     assert bad[1].endswith(r" (id \x1b[31m)"), "no id may move the cursor of a terminal"
-    assert "\x1b" not in found
+    assert "\x1b" not in printed
     many = dry(lines=["x"] * 50, text=True)
     assert many.splitlines()[-1] == "and 30 more bad rows: --set log=json lists them all"
     assert len(dry(lines=["x"] * 50)["bad_rows"]) == 50
@@ -114,8 +114,8 @@ def test_what_the_encoder_tells_is_printed_once(
 
 
 def test_a_file_without_faults(dry: Callable[..., Any]) -> None:
-    found = dry(lines=['{"prompt": "The quick"}', "", '{"prompt": "fox"}'], code=0)
-    assert (found["rows"]["read"], found["rows"]["to_answer"], found["bad_rows"]) == (2, 2, [])
+    report = dry(lines=['{"prompt": "The quick"}', "", '{"prompt": "fox"}'], code=0)
+    assert (report["rows"]["read"], report["rows"]["to_answer"], report["bad_rows"]) == (2, 2, [])
     assert dry(lines=[], code=0)["tokens"] == {
         "total": 0, "median": None, "longest": None, "longest_line": None, "positions": None,
     }  # fmt: skip
@@ -137,13 +137,13 @@ def test_what_is_left_to_do_after_a_resume(
     text = out.read_text().splitlines(keepends=True)
     out.write_text("".join(text[:3]) + text[3][:9])
     path.write_text("\n".join(['{"id": "a", "prompt": "changed"}', *LINES[1:]]))
-    before = {one.name: one.read_bytes() for one in tmp_path.iterdir() if one.is_file()}
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir() if file.is_file()}
     for existing, done, failed, bad in (("resume", 2, 1, 2), ("retry", 1, 0, 3), ("overwrite", 0, 0, 3)):
-        found = dry(*same, "--existing", existing)["rows"]
-        assert (found["done_before"], found["failed_before"], found["bad"]) == (done, failed, bad), existing
-        assert found["read"] == 6
-        assert found["gone"] == (existing != "overwrite")
-    assert {one.name: one.read_bytes() for one in tmp_path.iterdir() if one.is_file()} == before
+        counts = dry(*same, "--existing", existing)["rows"]
+        assert (counts["done_before"], counts["failed_before"], counts["bad"]) == (done, failed, bad), existing
+        assert counts["read"] == 6
+        assert counts["gone"] == (existing != "overwrite")
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir() if file.is_file()} == before
     line = dry(*same, "--existing", "resume", text=True).splitlines()[1]
     assert " ".join(line.split()) == f"done before 2 in {out}, 1 of them failed: --existing retry answers them again"
     assert dry(*same, code=2) == "", "the run would not begin"
@@ -155,9 +155,9 @@ def test_tables_shards_job_files_and_answers(dry: Callable[..., Any], tmp_path: 
     path.write_text("key,question,n\na,The quick,3\nb,fox,2\nc\nd,select name,1\n")
     (tmp_path / "job.toml").write_text('columns = "prompt=question,id=key"\nworkers = 2\nbatch_size = 4\n')
     job = ("--config", str(tmp_path / "job.toml"), "-i", str(path))
-    found = dry(*job)
-    assert [(one["id"], one["line"]) for one in found["bad_rows"]] == [("c", 4)]
-    assert found["rows"]["to_answer"] == 3
+    report = dry(*job)
+    assert [(bad_row["id"], bad_row["line"]) for bad_row in report["bad_rows"]] == [("c", 4)]
+    assert report["rows"]["to_answer"] == 3
     shard = dry(*job, "--shard", "1/2", "-o", str(tmp_path / "out"), code=0)
     assert (shard["rows"]["read"], shard["rows"]["to_answer"]) == (2, 2)
     assert not list(tmp_path.glob("out*"))

@@ -46,10 +46,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 def call(monkeypatch: pytest.MonkeyPatch, arguments: list[str], lines: list[dict[str, Any]], code: int) -> list[Any]:
     written = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True)
-    given = io.TextIOWrapper(io.BytesIO("\n".join(map(json.dumps, lines)).encode()), encoding="utf-8")
+    stdin = io.TextIOWrapper(io.BytesIO("\n".join(map(json.dumps, lines)).encode()), encoding="utf-8")
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", written)
-        patch.setattr(sys, "stdin", given)
+        patch.setattr(sys, "stdin", stdin)
         assert run(arguments) == code
     assert isinstance(written.buffer, io.BytesIO)
     return [json.loads(line) for line in written.buffer.getvalue().splitlines() if line.startswith(b"{")]
@@ -89,9 +89,9 @@ def test_a_trimmed_draft(pair: tuple[str, str], tmp_path: Path, monkeypatch: pyt
     write_lm_head(folder, TrimmedLMHead(ids, head.weight[ids].clone(), None, 97))
     options = ["generate", "--target", pair[0], "--decode", "search", "--max-new-tokens", str(NEW), "--draft"]
     want = call(monkeypatch, [*options, "none"], LINES[:2], code=0)
-    found = call(monkeypatch, [*options, str(folder), "--depth", "2"], LINES[:2], code=0)
-    assert [one["text"] for one in found] == [one["text"] for one in want]
-    assert found[0]["stats"]["accepted"] > 0
+    records = call(monkeypatch, [*options, str(folder), "--depth", "2"], LINES[:2], code=0)
+    assert [record["text"] for record in records] == [record["text"] for record in want]
+    assert records[0]["stats"]["accepted"] > 0
 
 
 def test_a_draft_of_another_kind_is_refused(
@@ -104,17 +104,17 @@ def test_a_draft_of_another_kind_is_refused(
 
 @pytest.mark.parametrize(("task", "metric"), [("translation", "chrF"), ("summary", "ROUGE-L"), ("words", "1 - WER")])
 def test_bench(pair: tuple[str, str], task: str, metric: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data, found = tmp_path / "data.jsonl", tmp_path / "found.jsonl"
+    data, report = tmp_path / "data.jsonl", tmp_path / "found.jsonl"
     rows = [{"prompt": f"w{n} w{n + 1} w{n + 2}", "reference": f"w{n} w9 w{n + 2}"} for n in range(10, 14)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     methods = "beam-search,dsbd-search,hf-beam-search" if task == "translation" else "dsbd-search"
     options = ["bench", "--target", pair[0], "--draft", pair[1], "--task", task, "--data", str(data)]
-    options += ["--methods", methods, "--max-new-tokens", "6", "--records", "4", "--rounds", "1", "--json", str(found)]
+    options += ["--methods", methods, "--max-new-tokens", "6", "--records", "4", "--rounds", "1", "--json", str(report)]
     call(monkeypatch, options, [], code=0)
-    lines = [json.loads(line) for line in found.read_text().splitlines()]
+    lines = [json.loads(line) for line in report.read_text().splitlines()]
     measured = [line for line in lines if "method" in line]
     assert len(measured) >= methods.count(",") + 1
-    assert metric in found.read_text()
+    assert metric in report.read_text()
 
 
 def test_profile(pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

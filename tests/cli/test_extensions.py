@@ -156,8 +156,8 @@ def calls(tmp_path_factory: pytest.TempPathFactory) -> dict[str, subprocess.Comp
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    found = [subprocess.CompletedProcess(*one) for one in json.loads(done.stdout)]
-    return dict(zip(commands, found, strict=True))
+    processes = [subprocess.CompletedProcess(*process) for process in json.loads(done.stdout)]
+    return dict(zip(commands, processes, strict=True))
 
 
 def texts(done: subprocess.CompletedProcess[str]) -> list[str]:
@@ -169,8 +169,8 @@ def test_a_rule_of_another_package(calls: dict[str, subprocess.CompletedProcess[
     done = calls["rule"]
     assert texts(done) == texts(calls["plain"])
     records = [json.loads(line) for line in done.stdout.splitlines()]
-    assert all(one["method"]["rule"] == "stern" and one["stats"]["accepted"] == 0 for one in records)
-    assert all(one["stats"]["drafted"] > 0 for one in records)
+    assert all(record["method"]["rule"] == "stern" and record["stats"]["accepted"] == 0 for record in records)
+    assert all(record["stats"]["drafted"] > 0 for record in records)
 
 
 def test_a_drafter_of_another_package_with_a_setting_of_its_own(

@@ -26,7 +26,7 @@ RECORD = (
 
 
 def prompts(*texts: str) -> list[object]:
-    return [{"id": f"r{place}", "prompt": text} for place, text in enumerate(texts)]
+    return [{"id": f"r{number}", "prompt": text} for number, text in enumerate(texts)]
 
 
 def test_a_record_has_the_documented_fields_in_order(dsbd: Dsbd) -> None:
@@ -134,13 +134,13 @@ def test_nobody_takes_the_built_in_pair_for_a_model_of_their_own(dsbd: Dsbd, mon
 
 
 def test_a_place_may_be_one_the_pair_s_or_a_map(dsbd: Dsbd) -> None:
-    for given, target, draft in (
+    for devices, target, draft in (
         ("cuda:1", ("cuda:1", None), "cuda:1"),
         ("balanced", ("auto", "balanced"), "auto"),
         ("balanced,cuda:2", ("auto", "balanced"), "cuda:2"),
         ('{"": 0, "lm_head": 1}', ("auto", '{"": 0, "lm_head": 1}'), "auto"),
     ):
-        call = dsbd("generate", "--device", given, lines=prompts("a")).loads[-1]
+        call = dsbd("generate", "--device", devices, lines=prompts("a")).loads[-1]
         assert (call["target"].device, call["target"].device_map) == target  # type: ignore[attr-defined]
         assert call["draft"].device == draft  # type: ignore[attr-defined]
 
@@ -151,8 +151,8 @@ def with_template(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     plain = fake.FakeEngine.__init__
 
     def set_(chat: bool) -> None:
-        def begin(self: fake.FakeEngine, *given: Any) -> None:
-            plain(self, *given)
+        def begin(self: fake.FakeEngine, *arguments: Any) -> None:
+            plain(self, *arguments)
             self.info = EngineInfo("t", None, "float32", "cpu", chat=chat)
 
         monkeypatch.setattr(fake.FakeEngine, "__init__", begin)
@@ -166,14 +166,14 @@ def test_plain_prompts_are_those_that_are_no_messages(capfd: pytest.CaptureFixtu
     info = EngineInfo("t", None, "float32", "cpu", chat=True)
     warn_plain(None, info, [chat, plain])
     assert "the target has a chat template" in capfd.readouterr().err
-    for given, which, requests in (
+    for asked_chat, which, requests in (
         (None, info, [chat]),
         (True, info, [plain]),
         (False, info, [plain]),
         (None, replace(info, chat=False), [plain]),
         (None, None, [plain]),
     ):
-        warn_plain(given, which, requests)
+        warn_plain(asked_chat, which, requests)
         assert capfd.readouterr().err == ""
 
 

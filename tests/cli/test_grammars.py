@@ -53,8 +53,8 @@ REFUSED = [
 
 @pytest.mark.parametrize(("options", "message"), REFUSED, ids=[options for options, _ in REFUSED])
 def test_what_is_refused_before_anything_is_loaded(dsbd: Dsbd, files: Path, options: str, message: str) -> None:
-    given = [word.replace("{}", str(files)) for word in options.split()]
-    outcome = dsbd("generate", *given, lines=[{"prompt": "a"}])
+    words = [word.replace("{}", str(files)) for word in options.split()]
+    outcome = dsbd("generate", *words, lines=[{"prompt": "a"}])
     assert (outcome.code, outcome.out, outcome.loads) == (2, "", [])
     assert message.replace("{}", str(files)) in outcome.err
     assert outcome.err.count("\n") == 1

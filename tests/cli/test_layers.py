@@ -236,7 +236,7 @@ def test_every_option_can_stand_in_a_file(dsbd: Dsbd, job: Callable[[str], str])
     for name, kind in types.items():
         if name in ("config", "print_config", "dry_run", "target"):
             continue
-        [plain] = [one for one in typing.get_args(kind) if one is not type(None)]
+        [plain] = [variant for variant in typing.get_args(kind) if variant is not type(None)]
         value = f"'{typing.get_args(plain)[0]}'" if typing.get_origin(plain) is typing.Literal else values[plain]
         read = dsbd("generate", "--print-config", "--config", job(f"{name} = {str(value).lower()}"))
         assert read.code == 0 or not read.err.startswith("dsbd: error: --config"), (name, read.err)

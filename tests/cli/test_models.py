@@ -27,10 +27,10 @@ def own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, str]:
     """A target, a draft that fits, and one that does not; without weights."""
-    place = tmp_path_factory.mktemp("models")
+    root = tmp_path_factory.mktemp("models")
     alike, other = wrap(byte_level()), wrap(byte_fallback())
     made = [
-        save(place / name, tokenizer=tokenizer, vocab_size=len(tokenizer) + more, seed=1)
+        save(root / name, tokenizer=tokenizer, vocab_size=len(tokenizer) + more, seed=1)
         for name, tokenizer, more in (("target", alike, 0), ("draft", alike, 5), ("stranger", other, 0))
     ]
     for folder in made:

@@ -167,7 +167,7 @@ def test_a_vote_for_an_absurd_number(dsbd: Dsbd, answer: str) -> None:
 
 
 def test_failed_rows_are_named_in_the_end(dsbd: Dsbd, tmp_path: Path) -> None:
-    rows = [record("a", "x", "y"), *({"id": f"f\x1b{place}", "error": {"message": "no"}} for place in range(5))]
+    rows = [record("a", "x", "y"), *({"id": f"f\x1b{number}", "error": {"message": "no"}} for number in range(5))]
     out = tmp_path / "out.jsonl"
     done = dsbd("pick", "--by", "vote", "-o", str(out), lines=rows)
     told = done.err.splitlines()
@@ -287,9 +287,9 @@ def test_a_reward_model_chooses(dsbd: Dsbd, tmp_path: Path) -> None:
             return float(model(input_ids=ids).logits[0, 0])
 
     want = [reward(text) for text in texts]
-    found = done.records[0]["pick"]
-    assert isinstance(found, dict)
-    assert found["rewards"] == pytest.approx(want, abs=1e-5)
+    choice = done.records[0]["pick"]
+    assert isinstance(choice, dict)
+    assert choice["rewards"] == pytest.approx(want, abs=1e-5)
     assert done.records[0]["text"] == texts[want.index(max(want))]
     assert "but the reward model has 64 positions" in done.records[1]["error"]["message"]  # type: ignore[index]
     assert "id is 'c'" in done.records[2]["error"]["message"]  # type: ignore[index]
@@ -332,21 +332,21 @@ def test_a_reward_model_reads_prompts_as_generate_was_asked(dsbd: Dsbd, reward: 
         {"id": "m", "messages": [{"role": "user", "content": "who"}]},
         {"id": "bad", "prompt": 3},
     ]
-    prompts.write_text("".join(json.dumps(one) + "\n" for one in asked))
-    rows = [{**record("x", "he", "she"), "id": one["id"]} for one in asked]
+    prompts.write_text("".join(json.dumps(request) + "\n" for request in asked))
+    rows = [{**record("x", "he", "she"), "id": request["id"]} for request in asked]
     options = ("--by", "model", "--model", str(reward), "--prompts", str(prompts))
-    found = {}
+    rewards = {}
     for chat in ("--chat", "--no-chat", "--quiet"):
         done = dsbd("pick", *options, chat, lines=rows)
         assert done.code == 3
         assert [line["id"] for line in done.records] == ["17", "17", "m", "bad"]
         message = done.records[3]["error"]["message"]  # type: ignore[index]
         assert f"{prompts} line 4: prompt is 3" in message
-        found[chat] = [line["pick"]["rewards"] for line in done.records[:3]]  # type: ignore[index]
-    first, second, messages = found["--chat"]
+        rewards[chat] = [line["pick"]["rewards"] for line in done.records[:3]]  # type: ignore[index]
+    first, second, messages = rewards["--chat"]
     assert first == messages != second
-    assert found["--no-chat"][0] != first
-    assert found["--no-chat"] == found["--quiet"]
+    assert rewards["--no-chat"][0] != first
+    assert rewards["--no-chat"] == rewards["--quiet"]
     for chat, warned in (("--chat", False), ("--no-chat", False), ("", True)):
         done = dsbd("pick", *options, *filter(None, [chat]), lines=rows[:1])
         assert ("the reward model has a chat template" in done.err) == warned
@@ -376,7 +376,7 @@ def test_rows_of_one_id_get_their_own_prompts(dsbd: Dsbd, reward: Path, tmp_path
     is another row's id."""
     prompts = tmp_path / "prompts.jsonl"
     asked = [{"id": "a", "prompt": "who"}, {"id": "a", "prompt": "where"}, {"id": "2", "prompt": "when"}]
-    lines = [json.dumps(one) for one in asked]
+    lines = [json.dumps(request) for request in asked]
     prompts.write_text("\n".join([*lines[:2], "not json", lines[2]]))
     options = ("--by", "model", "--model", str(reward), "--prompts", str(prompts), "--no-chat")
     rows: list[dict[str, object]] = [record("a", "he", "she"), record("a", "up", "down"), record("2", "now", "then")]

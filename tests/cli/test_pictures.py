@@ -25,9 +25,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder with a picture, a folder inside with another, and one outside."""
-    for place in ("in", "in/deep", "inner", "out"):
-        (tmp_path / place).mkdir()
-        draw(tmp_path / place / "a.png", f"TEXT {place}")
+    for name in ("in", "in/deep", "inner", "out"):
+        (tmp_path / name).mkdir()
+        draw(tmp_path / name / "a.png", f"TEXT {name}")
     return tmp_path
 
 
@@ -61,8 +61,8 @@ def test_generate_reads_pictures(target: str, folder: Path) -> None:
     lines, out = write(folder / "in" / "rows.jsonl", rows), folder / "out.jsonl"
     options = ["generate", "--target", target, "-i", str(lines), "-o", str(out), *OPTIONS]
     assert run(options) == 3
-    found = records(out)
-    told = {one["index"]: one["error"]["message"] for one in found if "error" in one}
+    written = records(out)
+    told = {record["index"]: record["error"]["message"] for record in written if "error" in record}
     assert set(told) == {2, 4, 6, 7, 8, 10}
     assert told[10].endswith("which is no path: contents are written as data:image/png;base64,...")
     assert "line 3: image is '" in told[2]
@@ -71,14 +71,14 @@ def test_generate_reads_pictures(target: str, folder: Path) -> None:
     assert told[6] == "line 7: audio and image are both given: give one of them"
     assert told[7] == "line 8: image is ['a.png'], but must be a non-empty string"
     assert told[8] == "line 9: image is missing: the target reads pictures, and no text alone"
-    assert found[0]["text"] == found[1]["text"] == found[5]["text"]
-    assert found[0]["usage"]["source_tokens"] == 17
-    assert found[3]["usage"]["prompt_tokens"] == 17 + 3
-    beams = found[5]["beams"]
+    assert written[0]["text"] == written[1]["text"] == written[5]["text"]
+    assert written[0]["usage"]["source_tokens"] == 17
+    assert written[3]["usage"]["prompt_tokens"] == 17 + 3
+    beams = written[5]["beams"]
     assert len(beams) == 2
-    assert sum(one for one in beams[0]["token_logprobs"]) == pytest.approx(beams[0]["logprob"], abs=1e-4)
+    assert sum(logprob for logprob in beams[0]["token_logprobs"]) == pytest.approx(beams[0]["logprob"], abs=1e-4)
     assert run([*options, "--existing", "resume"]) == 3
-    assert records(out) == found
+    assert records(out) == written
 
 
 OUTSIDE = [
@@ -101,17 +101,17 @@ def test_rows_read_files_under_the_folder_of_their_file(target: str, folder: Pat
     lines = write(folder / "in" / "rows.jsonl", [{field: name} for name in (*names, "near.png", "a\0b")])
     out = folder / "out.jsonl"
     assert run(["generate", "--target", target, "-i", str(lines), "-o", str(out), *OPTIONS]) == 3
-    found = records(out)
-    for name, record in zip(names, found, strict=False):
+    written = records(out)
+    for name, record in zip(names, written, strict=False):
         shown = name if len(name) < 59 else name[:50]
         message = record["error"]["message"]
         assert f"{field} is '{shown}" in message
         assert f"which is not under {folder / 'in'}: rows may read files there alone" in message
     if field == "image":
-        assert found[-2]["text"]
+        assert written[-2]["text"]
     else:
-        assert "the target reads pictures: give an image" in found[-2]["error"]["message"]
-    assert "which is no path" in found[-1]["error"]["message"]
+        assert "the target reads pictures: give an image" in written[-2]["error"]["message"]
+    assert "which is no path" in written[-1]["error"]["message"]
 
 
 def test_files_under_names_the_folder(target: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,9 +128,9 @@ def test_files_under_names_the_folder(target: str, folder: Path, monkeypatch: py
     assert failed() == [False, True, True]
     assert run([*options, "-i", str(lines), "--files-under", str(folder)]) == 3
     assert failed() == [True, True, False]
-    for place, wanted in (("in", [False, False, False]), ("out", [False, True, True])):
+    for name, wanted in (("in", [False, False, False]), ("out", [False, True, True])):
         with monkeypatch.context() as patch:
-            patch.chdir(folder / place)
+            patch.chdir(folder / name)
             patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines.read_bytes()), encoding="utf-8"))
             run(options)
         assert failed() == wanted

@@ -36,9 +36,9 @@ def finish(process: subprocess.Popen[bytes], data: bytes | None = None) -> tuple
 def wait_for(process: subprocess.Popen[bytes], line: bytes) -> bytes:
     """Read standard error up to this line."""
     seen = b""
-    for one in iter(pipe(process.stderr).readline, b""):
-        seen += one
-        if one == line:
+    for read_line in iter(pipe(process.stderr).readline, b""):
+        seen += read_line
+        if read_line == line:
             return seen
     raise AssertionError(f"{line!r} never came: {seen!r}")
 

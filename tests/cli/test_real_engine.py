@@ -47,10 +47,10 @@ def generate(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> Call:
         *options: str, draft_name: str = draft, lines: list[str] = LINES, code: int = 3
     ) -> list[dict[str, object]]:
         written = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True)
-        given = io.TextIOWrapper(io.BytesIO("\n".join(lines).encode()), encoding="utf-8")
+        stdin = io.TextIOWrapper(io.BytesIO("\n".join(lines).encode()), encoding="utf-8")
         with monkeypatch.context() as patch:
             patch.setattr(sys, "stdout", written)
-            patch.setattr(sys, "stdin", given)
+            patch.setattr(sys, "stdin", stdin)
             models = ["--target", target, "--draft", draft_name, "--max-new-tokens", "8", "--dtype", "float32"]
             assert run(["generate", *models, *options]) == code
         buffer = written.buffer

@@ -208,7 +208,7 @@ def test_steps_of_another_run_stay(job: Callable[..., Outcome], tmp_path: Path) 
     said = f"steps holds no step of a row in {tmp_path / 'out'}: name another file, or remove it"
     assert said in outcome.err
     assert not (tmp_path / "out").exists()
-    others = [{**row, "id": f"other{place}"} for place, row in enumerate(ROWS)]
+    others = [{**row, "id": f"other{number}"} for number, row in enumerate(ROWS)]
     (tmp_path / "steps").unlink()
     job(lines=others)
     (tmp_path / "steps").write_text(held)
@@ -258,9 +258,9 @@ def test_openai_output_can_be_resumed_and_keeps_its_date(job: Callable[..., Outc
     sidecar.write_text(json.dumps({**kept, "created": 1_000_000}))
     (tmp_path / "out").write_bytes(b"".join(whole.splitlines(keepends=True)[:2]))
     assert job(*options, "--existing", "resume").code == 3
-    found = records(tmp_path)
-    assert [record["custom_id"] for record in found] == ["a", "fail", "c", "d"]
-    assert found[3]["response"]["body"]["created"] == 1_000_000
+    written = records(tmp_path)
+    assert [record["custom_id"] for record in written] == ["a", "fail", "c", "d"]
+    assert written[3]["response"]["body"]["created"] == 1_000_000
     assert job(*options, "--existing", "retry").code == 3
     assert [record["custom_id"] for record in records(tmp_path)] == ["a", "c", "d", "fail"]
 
@@ -312,8 +312,8 @@ def test_a_run_that_was_killed_anywhere_is_gone_on_with(job: Callable[..., Outco
         (tmp_path / ".out.tmp").write_bytes(b"what a kill left\n")
         outcome = job("--set", f"stats={tmp_path / 'steps'}", "--existing", "retry" if cut % 2 else "resume")
         assert outcome.code == 3, outcome.err
-        found = records(tmp_path)
-        assert sorted(str(record["id"]) for record in found) == ["r0", "r1", "r2", "r3"], cut
+        written = records(tmp_path)
+        assert sorted(str(record["id"]) for record in written) == ["r0", "r1", "r2", "r3"], cut
         kept = [line for line in whole[:cut].splitlines(keepends=True) if line.endswith(b"\n")]
         kept = [line for line in kept if cut % 2 == 0 or json.loads(line).get("error") is None]
         assert (tmp_path / "out").read_bytes().startswith(b"".join(kept)), cut

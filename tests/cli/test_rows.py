@@ -16,7 +16,7 @@ Dsbd = Callable[..., Outcome]
 
 
 def rows(*texts: str) -> list[object]:
-    return [{"id": f"r{place}", "prompt": text} for place, text in enumerate(texts)]
+    return [{"id": f"r{number}", "prompt": text} for number, text in enumerate(texts)]
 
 
 def test_lines_of_text_in_and_out(dsbd: Dsbd) -> None:

@@ -12,7 +12,9 @@ from tests.cli.conftest import Outcome
 def test_schemas_are_listed_and_printed(dsbd: Callable[..., Outcome]) -> None:
     listed = dsbd("schema")
     assert (listed.code, listed.err) == (0, "")
-    assert [line.split()[:2] for line in listed.out.splitlines()] == [[one.name, one.id] for one in CONTRACTS.values()]
+    assert [line.split()[:2] for line in listed.out.splitlines()] == [
+        [contract.name, contract.id] for contract in CONTRACTS.values()
+    ]
     for name, contract in CONTRACTS.items():
         assert json.loads(dsbd("schema", name).out) == contract.schema()
 

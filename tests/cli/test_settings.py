@@ -193,10 +193,10 @@ def test_settled(dsbd: Dsbd, options: str, draft: str | None, fields: dict[str, 
     assert {name: resolved[name] for name in fields} == fields
 
 
-@pytest.mark.parametrize(("given", "wanted"), [(None, ""), ("target", "t"), ("draft", "d"), ("both", "td")])
-def test_code_runs_of_the_models_that_are_named(given: Literal["target", "draft", "both"] | None, wanted: str) -> None:
+@pytest.mark.parametrize(("source", "wanted"), [(None, ""), ("target", "t"), ("draft", "d"), ("both", "td")])
+def test_code_runs_of_the_models_that_are_named(source: Literal["target", "draft", "both"] | None, wanted: str) -> None:
     settings = run_settings(
-        PairOptions("t", "d"), MethodOptions(), SamplingOptions(), DeviceOptions(trust_remote_code=given)
+        PairOptions("t", "d"), MethodOptions(), SamplingOptions(), DeviceOptions(trust_remote_code=source)
     )
     assert "".join(model.source for model in settings.models if model.trust_remote_code) == wanted
     assert not ModelSpec("t", trust_remote_code=True).of_draft("d").trust_remote_code

@@ -46,13 +46,13 @@ class Folder:
         return self.dsbd("merge", *more, "-o", str(self.path / "all.jsonl"))
 
     def lines(self, name: str) -> list[object]:
-        found = []
+        records = []
         for line in (self.path / name).read_text().splitlines():
             record = json.loads(line)
             for key in [key for key in record.get("stats", {}) if key.endswith("_s")]:
                 del record["stats"][key]
-            found.append(record)
-        return found
+            records.append(record)
+        return records
 
 
 @pytest.fixture
@@ -205,8 +205,8 @@ def test_parts_of_two_checkpoints_do_not_belong_together(folder: Folder, tmp_pat
     parts = [str(folder.path / f"out.jsonl.{part}-of-2") for part in range(2)]
     for second, code in ((models[1], 3), (models[2], 2)):
         for part, model in enumerate((models[0], second)):
-            given = ("--shard", f"{part}/2", "--target", str(model), "--draft", "none", "--existing", "overwrite")
-            assert folder.run(*given).code == 3 - 3 * (part == 0)
+            options = ("--shard", f"{part}/2", "--target", str(model), "--draft", "none", "--existing", "overwrite")
+            assert folder.run(*options).code == 3 - 3 * (part == 0)
         outcome = folder.merge(*parts, "--existing", "overwrite")
         assert outcome.code == code, outcome.err
     assert "the digest of the target's tokenizer was '" in outcome.err
@@ -387,7 +387,7 @@ TORCHRUN = {"RANK": "3", "WORLD_SIZE": "16"}
 
 
 @pytest.mark.parametrize(
-    ("given", "environment", "wanted"),
+    ("shard", "environment", "wanted"),
     [
         ("auto", SLURM, (3, 16)),
         ("auto", TORCHRUN, (3, 16)),
@@ -401,12 +401,12 @@ TORCHRUN = {"RANK": "3", "WORLD_SIZE": "16"}
         ("auto/8", TORCHRUN, "torchrun has 16 tasks"),
     ],
 )
-def test_the_schedulers_variables(given: str, environment: dict[str, str], wanted: tuple[int, int] | str) -> None:
+def test_the_schedulers_variables(shard: str, environment: dict[str, str], wanted: tuple[int, int] | str) -> None:
     if isinstance(wanted, str):
         with pytest.raises(UsageError, match=wanted):
-            shard_of(given, environment)
+            shard_of(shard, environment)
     else:
-        assert shard_of(given, environment) == Shard(*wanted)
+        assert shard_of(shard, environment) == Shard(*wanted)
 
 
 def test_many_small_records_are_merged_in_little_memory(tmp_path: Path) -> None:

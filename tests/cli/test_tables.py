@@ -135,9 +135,9 @@ def test_a_table_carries_the_columns_of_its_input(dsbd: Dsbd, tmp_path: Path, na
     assert dsbd(*command, form, "--n-best", "2").code == 3
     header = f"{HEADER},input_text,input_score,count,open"
     if form == "csv":
-        found = list(csv.DictReader(io.StringIO(out.read_text(), newline="")))
-        assert ",".join(found[0]) == header
-        cells = [[row[column] for column in header.split(",")[-4:]] for row in found]
+        records = list(csv.DictReader(io.StringIO(out.read_text(), newline="")))
+        assert ",".join(records[0]) == header
+        cells = [[row[column] for column in header.split(",")[-4:]] for row in records]
         assert cells == [["t, 1", "1.5", "3", "True"]] * 2 + [["", "", "", "False"]]
         return
     table = pyarrow.parquet.read_table(out)
@@ -168,11 +168,11 @@ def test_a_table_is_gone_on_with_and_merged_as_lines_are(dsbd: Dsbd, tmp_path: P
     columns = ("--set", "columns=id=key,prompt=question")
     arguments = ("generate", "-i", str(path), "-o", str(out), "--existing", "resume")
     assert dsbd(*arguments, *columns).code == 0
-    whole = [(one["id"], one["metadata"]) for one in map(json.loads, out.read_text().splitlines())]
+    whole = [(record["id"], record["metadata"]) for record in map(json.loads, out.read_text().splitlines())]
     path.write_text("key,question,note\na,x,2\nc,z,2\nb,other,2\n")
     assert dsbd(*arguments, *columns).code == 0
     records = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [(one["id"], one["text"], one["metadata"]["note"]) for one in records] == [
+    assert [(record["id"], record["text"], record["metadata"]["note"]) for record in records] == [
         ("a", "x!0", "1"), ("b", "y!0", "1"), ("c", "z!0", "1"), ("b", "other!0", "2"),
     ]  # fmt: skip
     other = dsbd(*arguments, "--set", "columns=prompt=question")
@@ -181,10 +181,10 @@ def test_a_table_is_gone_on_with_and_merged_as_lines_are(dsbd: Dsbd, tmp_path: P
     for part in ("0/2", "1/2"):
         shard = ("--shard", part, "-o", str(tmp_path / "parts.jsonl"))
         assert dsbd("generate", "-i", str(path), *shard, *columns).code == 0
-    parts = [str(one) for one in sorted(tmp_path.glob("parts.jsonl.*-of-2"))]
+    parts = [str(path) for path in sorted(tmp_path.glob("parts.jsonl.*-of-2"))]
     assert dsbd("merge", *parts, "-o", str(tmp_path / "merged.jsonl")).code == 0
     merged = [json.loads(line) for line in (tmp_path / "merged.jsonl").read_text().splitlines()]
-    assert [(one["id"], one["metadata"]) for one in merged] == whole
+    assert [(record["id"], record["metadata"]) for record in merged] == whole
 
 
 def test_a_mapping_of_columns_needs_a_table(dsbd: Dsbd, tmp_path: Path) -> None:
@@ -253,7 +253,7 @@ def test_what_tables_cannot_do_is_one_line(
     assert (outcome.code, outcome.out, outcome.loads) == (2, "", [])
     assert message in outcome.err
     assert outcome.err.count("\n") == 1
-    assert [one.name for one in tmp_path.iterdir()] == ["in.csv"]
+    assert [path.name for path in tmp_path.iterdir()] == ["in.csv"]
 
 
 def test_lines_of_csv_that_are_piped_to_pick_are_refused(dsbd: Dsbd) -> None:

@@ -36,7 +36,9 @@ def test_no_place_in_an_expression_is_farther_from_an_end(pattern: str) -> None:
     whole = [text for text in texts if re.fullmatch(pattern, text)]
     assert whole
     beginnings = {text[:size] for text in whole for size in range(min(len(text), 4) + 1)}
-    farthest = max(min(len(text) for text in whole if text.startswith(one)) - len(one) for one in beginnings)
+    farthest = max(
+        min(len(text) for text in whole if text.startswith(beginning)) - len(beginning) for beginning in beginnings
+    )
     short, far = pattern_ends(pattern)
     assert short >= min(map(len, whole))
     assert far >= farthest

@@ -201,7 +201,7 @@ def declared(node: object) -> set[str]:
     own = {*node.get("properties", {}), *node.get("required", [])}
     own |= {"a"} if "$ref" in node else set()
     own |= {name for names in node.get("dependentRequired", {}).values() for name in names}
-    return own.union(*(declared(one) for name, one in node.items() if name != "$defs"))
+    return own.union(*(declared(subschema) for name, subschema in node.items() if name != "$defs"))
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -212,16 +212,16 @@ def test_a_grammar_is_no_stricter_than_its_schema(seed: int) -> None:
         schema = {"$defs": {"d": definition}, "type": "object", **part(random, 2)}
         names = declared(schema)
         judge = Draft202012Validator(schema)
-        valid = [one for one in OBJECTS if judge.is_valid(one)]
+        valid = [value for value in OBJECTS if judge.is_valid(value)]
         try:
             answers = Answers(schema)
         except UsageError:
-            assert not [one for one in valid if one.keys() <= names], schema
+            assert not [value for value in valid if value.keys() <= names], schema
             continue
         compiled += 1
-        matched = {frozenset(one.items()) for one in OBJECTS if answers.match(one)}
-        for one in valid:
-            assert not one.keys() <= names or frozenset(one.items()) in matched, (schema, one)
-        for one in OBJECTS:
-            assert not answers.hold(one) or judge.is_valid(one), (schema, one)
+        matched = {frozenset(value.items()) for value in OBJECTS if answers.match(value)}
+        for value in valid:
+            assert not value.keys() <= names or frozenset(value.items()) in matched, (schema, value)
+        for value in OBJECTS:
+            assert not answers.hold(value) or judge.is_valid(value), (schema, value)
     assert compiled > 3

@@ -23,11 +23,11 @@ EVERY = (*RULES.values(), *WIDTHS.values(), *DRAFTERS.values(), FUSION)
 def test_the_code_of_every_variant_is_there() -> None:
     for rule in RULES.values():
         assert Rule in rule.load().__mro__  # type: ignore[attr-defined]
-    for one in (*DRAFTERS.values(), *FORMATS.values()):
-        assert callable(one.load())
+    for variant in (*DRAFTERS.values(), *FORMATS.values()):
+        assert callable(variant.load())
 
 
-@pytest.mark.parametrize("variant", EVERY, ids=lambda one: one.name)
+@pytest.mark.parametrize("variant", EVERY, ids=lambda variant: variant.name)
 def test_every_setting_is_a_field_of_its_own_with_a_default_that_fits(variant: Variant) -> None:
     own = {item.name for item in dataclasses.fields(MethodConfig)}
     for setting in variant.settings:
@@ -66,17 +66,17 @@ def test_a_job_file_shows_every_width_with_its_settings(capsys: pytest.CaptureFi
     """Which is none of --help, because it is a setting."""
     assert app.run(["generate", "--print-config"]) == 0
     text = re.sub(r"[\s#]+", "", capsys.readouterr().out)
-    for one in WIDTHS.values():
-        assert re.sub(r"\s+", "", one.help) in text
-        assert all(f"{setting.name}:" in one.help for setting in one.settings)
+    for variant in WIDTHS.values():
+        assert re.sub(r"\s+", "", variant.help) in text
+        assert all(f"{setting.name}:" in variant.help for setting in variant.settings)
 
 
 def test_the_page_shows_every_variant_with_its_settings(capsys: pytest.CaptureFixture[str]) -> None:
     assert app.run(["generate", "--help"]) == 0
     text = re.sub(r"[\s│]+", "", capsys.readouterr().out)
-    for one in (*sampling_rules().values(), *DRAFTERS.values(), FUSION):
-        assert re.sub(r"\s+", "", one.help) in text
-        assert all(f"{setting.name}:" in one.help for setting in one.settings)
+    for variant in (*sampling_rules().values(), *DRAFTERS.values(), FUSION):
+        assert re.sub(r"\s+", "", variant.help) in text
+        assert all(f"{setting.name}:" in variant.help for setting in variant.settings)
     main = text.split("Mainoptions")[1].split("Inputandoutput")[0]
     assert len(set(re.findall(r"--[a-z]+(?:-[a-z]+)*", main))) >= 10
 

@@ -29,9 +29,9 @@ MASK = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1], [0, 1, 1, 1, 1]])
 
 
 def made(family: str = "llama", noise: float = 0.0) -> Any:
-    found = tiny(family, noise)
-    found.generation_config.eos_token_id, found.generation_config.pad_token_id = ENDS, 0
-    return found
+    model = tiny(family, noise)
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = ENDS, 0
+    return model
 
 
 CALLS: dict[str, dict[str, Any]] = {
@@ -62,15 +62,15 @@ def test_scores_and_beam_indices() -> None:
         "return_dict_in_generate": True, "output_scores": True, "do_sample": False,
     }  # fmt: skip
     want = model.generate(IDS, **options)
-    for found in (
+    for output in (
         dsbd_cli.generate(model, IDS, **options),
         model.generate(IDS, custom_generate=dsbd_cli.generate, **options),
         dsbd_cli.generate(model, IDS, assistant_model=made(noise=0.02), **options),
     ):
-        assert torch.equal(found.sequences, want.sequences)
-        assert torch.allclose(found.sequences_scores, want.sequences_scores, atol=1e-4)
-        assert torch.equal(found.beam_indices, want.beam_indices)
-        assert type(found) is type(want)
+        assert torch.equal(output.sequences, want.sequences)
+        assert torch.allclose(output.sequences_scores, want.sequences_scores, atol=1e-4)
+        assert torch.equal(output.beam_indices, want.beam_indices)
+        assert type(output) is type(want)
 
 
 ODD, EVEN = list(range(15, 97, 6)), list(range(14, 97, 4))
@@ -126,10 +126,10 @@ def test_a_row_without_a_penalty_keeps_its_bits_beside_one_that_has_it() -> None
     logprobs = torch.randn(64, 50).log_softmax(-1)
     total, text = torch.randn(64, 1) * 9, torch.randint(0, 50, (64, 8))
     penalty = torch.tensor([1.0, 1.5]).repeat(32).unsqueeze(1)
-    found = logprobs.clone()
-    _penalise(found, text, penalty, total)
-    assert torch.equal(found[::2], logprobs[::2])
-    assert (found[1::2] != logprobs[1::2]).any(1).all()
+    penalised = logprobs.clone()
+    _penalise(penalised, text, penalty, total)
+    assert torch.equal(penalised[::2], logprobs[::2])
+    assert (penalised[1::2] != logprobs[1::2]).any(1).all()
 
 
 @pytest.mark.parametrize("family", ["llama", "opt", "gpt2"])
@@ -142,17 +142,17 @@ def test_scores_of_one_beam(family: str, rules: dict[str, Any]) -> None:
         "output_scores": True, **rules,
     }  # fmt: skip
     want = model.generate(PROMPTS, **options)
-    for found in (
+    for output in (
         dsbd_cli.generate(model, PROMPTS, **options),
         model.generate(PROMPTS, custom_generate=dsbd_cli.generate, **options),
     ):
-        assert type(found) is type(want)
-        assert torch.equal(found.sequences, want.sequences)
-        assert len(found.scores) == len(want.scores)
-        for step, (ours, theirs) in enumerate(zip(found.scores, want.scores, strict=True)):
+        assert type(output) is type(want)
+        assert torch.equal(output.sequences, want.sequences)
+        assert len(output.scores) == len(want.scores)
+        for step, (ours, theirs) in enumerate(zip(output.scores, want.scores, strict=True)):
             assert ours.dtype == theirs.dtype
             assert torch.allclose(ours, theirs, atol=1e-3), step
-        gained = [model.compute_transition_scores(one.sequences, one.scores) for one in (found, want)]
+        gained = [model.compute_transition_scores(result.sequences, result.scores) for result in (output, want)]
         assert torch.allclose(*gained, atol=1e-3)
 
 
@@ -160,14 +160,14 @@ def test_scores_of_samples() -> None:
     """Every drawn token is possible under the scores of its step, several samples of a prompt each with its own."""
     model = made()
     options = {"do_sample": True, "top_k": 5, "num_return_sequences": 2, "max_new_tokens": 6}
-    found = dsbd_cli.generate(
+    output = dsbd_cli.generate(
         model, PROMPTS, attention_mask=PADDED, **options, return_dict_in_generate=True, output_scores=True
     )
     begin = PROMPTS.shape[1]
-    assert len(found.scores) == found.sequences.shape[1] - begin
+    assert len(output.scores) == output.sequences.shape[1] - begin
     ended = torch.zeros(6, dtype=torch.bool)
-    for step, scores in enumerate(found.scores):
-        token = found.sequences[:, begin + step]
+    for step, scores in enumerate(output.scores):
+        token = output.sequences[:, begin + step]
         assert ((scores > float("-inf")).sum(1) == 5).all()
         assert (scores.gather(1, token[:, None])[:, 0][~ended] > float("-inf")).all()
         ended |= torch.isin(token, torch.tensor(ENDS))
@@ -380,9 +380,9 @@ def test_a_forced_first_token(family: str) -> None:
     asked = {"forced_bos_token_id": 33, "begin_suppress_tokens": EVEN, "max_new_tokens": 6, "do_sample": False}
     for beams in (1, 3):
         want = model.generate(ids, attention_mask=torch.ones_like(ids), num_beams=beams, **asked)
-        found = dsbd_cli.generate(model, ids, attention_mask=torch.ones_like(ids), num_beams=beams, **asked)
-        assert torch.equal(found, want)
-        assert (found[:, 1] == 33).all()
+        output = dsbd_cli.generate(model, ids, attention_mask=torch.ones_like(ids), num_beams=beams, **asked)
+        assert torch.equal(output, want)
+        assert (output[:, 1] == 33).all()
         longer = {"attention_mask": MASK, "num_beams": beams, **asked}
         assert torch.equal(dsbd_cli.generate(model, IDS, **longer), model.generate(IDS, **longer))
 
@@ -390,11 +390,11 @@ def test_a_forced_first_token(family: str) -> None:
 def test_a_forced_last_token_of_samples() -> None:
     model = made()
     options = {"do_sample": True, "max_new_tokens": 4, "eos_token_id": 2, "num_return_sequences": 20}
-    found = dsbd_cli.generate(model, PROMPTS, attention_mask=PADDED, forced_eos_token_id=50, **options)
+    ids = dsbd_cli.generate(model, PROMPTS, attention_mask=PADDED, forced_eos_token_id=50, **options)
     begin = PROMPTS.shape[1]
-    ended = (found[:, begin:-1] == 2).any(1)
-    assert found.shape[1] == begin + 4
-    assert (found[~ended, -1] == 50).all()
+    ended = (ids[:, begin:-1] == 2).any(1)
+    assert ids.shape[1] == begin + 4
+    assert (ids[~ended, -1] == 50).all()
 
 
 class Collected:
@@ -423,16 +423,16 @@ def test_a_streamer_gets_tokens_as_they_come(rows: int) -> None:
         lambda streamer: dsbd_cli.generate(model, IDS[:rows], streamer=streamer, **options),
         lambda streamer: model.generate(IDS[:rows], streamer=streamer, custom_generate=dsbd_cli.generate, **options),
     ):
-        found = Collected()
+        streamer = Collected()
 
-        def count(*_: object, found: Collected = found) -> None:
-            found.calls += 1
+        def count(*_: object, streamer: Collected = streamer) -> None:
+            streamer.calls += 1
 
         hook = model.register_forward_hook(count)
-        call(found)
+        call(streamer)
         hook.remove()
-        assert (found.tokens, found.ends) == (want.tokens, 1)
-        assert len(set(found.at)) > 2, "tokens come while the model runs"
+        assert (streamer.tokens, streamer.ends) == (want.tokens, 1)
+        assert len(set(streamer.at)) > 2, "tokens come while the model runs"
 
 
 @pytest.mark.parametrize("rules", [{}, {"repetition_penalty": 1.4, "min_new_tokens": 6}], ids=["plain", "rules"])
@@ -442,11 +442,14 @@ def test_transition_scores_of_beams(rules: dict[str, Any]) -> None:
         "attention_mask": PADDED, "num_beams": 4, "num_return_sequences": 3, "max_new_tokens": 8, "do_sample": False,
         "return_dict_in_generate": True, "output_scores": True, **rules,
     }  # fmt: skip
-    found, want = dsbd_cli.generate(model, PROMPTS, **options), model.generate(PROMPTS, **options)
-    assert torch.equal(found.sequences, want.sequences)
-    gained = [model.compute_transition_scores(one.sequences, one.scores, one.beam_indices) for one in (found, want)]
+    output, want = dsbd_cli.generate(model, PROMPTS, **options), model.generate(PROMPTS, **options)
+    assert torch.equal(output.sequences, want.sequences)
+    gained = [
+        model.compute_transition_scores(result.sequences, result.scores, result.beam_indices)
+        for result in (output, want)
+    ]
     assert torch.allclose(*gained, atol=1e-3)
-    assert [scores.shape for scores in found.scores] == [scores.shape for scores in want.scores][: len(found.scores)]
+    assert [scores.shape for scores in output.scores] == [scores.shape for scores in want.scores][: len(output.scores)]
 
 
 @pytest.mark.parametrize(("ends", "beams"), [([], 1), (torch.tensor(ENDS), 2)], ids=["none", "a tensor"])
@@ -494,8 +497,8 @@ def test_stop_strings_end_a_text() -> None:
     assert "ed a" in whole
     assert tokenizer.decode(cut, skip_special_tokens=True).endswith("ed a")
     config = GenerationConfig(stop_strings=["no such text"], **options)
-    given = {"generation_config": config, "stop_strings": "ed a"}
-    assert torch.equal(dsbd_cli.generate(model, **inputs, **given, tokenizer=tokenizer)[0], cut)
+    stops = {"generation_config": config, "stop_strings": "ed a"}
+    assert torch.equal(dsbd_cli.generate(model, **inputs, **stops, tokenizer=tokenizer)[0], cut)
     assert config.stop_strings == ["no such text"]
     config.stop_strings = ["ed a"]
     assert torch.equal(dsbd_cli.generate(model, **inputs, generation_config=config, tokenizer=tokenizer)[0], cut)
@@ -518,13 +521,13 @@ def test_stop_strings_wait_for_the_end_of_the_reasoning(end: str) -> None:
     before = words.index("at")
     behind = words.index("at", mark)
     assert before < mark < behind
-    given = int(new[mark]) if end == "token" else " S"
+    end_token = int(new[mark]) if end == "token" else " S"
     asked = {**options, "tokenizer": tokenizer, "stop_strings": "at"}
     assert dsbd_cli.generate(model, **inputs, **asked)[0, begin:].equal(new[: before + 1])
-    waited = dsbd_cli.generate(model, **inputs, **asked, think_end_token=given)[0, begin:]
+    waited = dsbd_cli.generate(model, **inputs, **asked, think_end_token=end_token)[0, begin:]
     assert waited.equal(new[: behind + 1])
     with pytest.raises(UsageError, match="think_end_token is given, but no stop_strings"):
-        dsbd_cli.generate(model, **inputs, **options, think_end_token=given)
+        dsbd_cli.generate(model, **inputs, **options, think_end_token=end_token)
 
 
 def test_an_engine_over_live_models() -> None:
@@ -532,9 +535,9 @@ def test_an_engine_over_live_models() -> None:
     engine = dsbd_cli.from_models(model, tokenizer, method=MethodConfig(rule="search", num_beams=3))
     short = SamplingConfig(max_new_tokens=8)
     prompt = "question: what did Nesen do\nanswer:"
-    found = engine.generate(dsbd_cli.Request(prompt, sampling=short)).text
+    text = engine.generate(dsbd_cli.Request(prompt, sampling=short)).text
     by_name = dsbd_cli.load(draft=None, method=MethodConfig(rule="search", num_beams=3))
-    assert found == by_name.generate(dsbd_cli.Request(prompt, sampling=short)).text
+    assert text == by_name.generate(dsbd_cli.Request(prompt, sampling=short)).text
     assert by_name.exactness == "same-text"
     # the live model's layers are not packed, and torch's own products keep a row's bits on AMD's processors alone
     kept = on_amd() or check(engine.target).varies is None
@@ -570,11 +573,11 @@ def test_an_allowed_prefix_function_is_a_trie(beams: int) -> None:
         options["length_penalty"] = 0.0
     want = model.generate(IDS, **options)
     steps = len(calls)
-    found = dsbd_cli.generate(model, IDS, **options)
-    assert torch.equal(found.sequences, want.sequences)
-    assert {tuple(row[5:8]) for row in found.sequences.tolist()} <= set(ITEMS)
+    output = dsbd_cli.generate(model, IDS, **options)
+    assert torch.equal(output.sequences, want.sequences)
+    assert {tuple(row[5:8]) for row in output.sequences.tolist()} <= set(ITEMS)
     if beams > 1:
-        assert torch.allclose(found.sequences_scores, want.sequences_scores, atol=1e-4)
+        assert torch.allclose(output.sequences_scores, want.sequences_scores, atol=1e-4)
     assert len(calls) > steps
 
 
@@ -608,8 +611,8 @@ def test_scripts_of_others_run_but_for_one_line() -> None:
             **inputs, generation_config=rec, return_dict_in_generate=True, output_scores=True, **more
         )
         results.append((texts, first, second))
-    want, found = results
-    assert found[0] == want[0]
-    assert torch.equal(found[1], want[1])
-    assert torch.equal(found[2].sequences, want[2].sequences)
-    assert torch.allclose(found[2].sequences_scores, want[2].sequences_scores, atol=1e-4)
+    want, ours = results
+    assert ours[0] == want[0]
+    assert torch.equal(ours[1], want[1])
+    assert torch.equal(ours[2].sequences, want[2].sequences)
+    assert torch.allclose(ours[2].sequences_scores, want[2].sequences_scores, atol=1e-4)

@@ -48,11 +48,11 @@ def test_the_same_samples_as_hf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     target, draft = (Checkpoint.open(ModelSpec(name)).path for name in (BUILTIN_TARGET, BUILTIN_DRAFT))
     samples = []
     for name, more in (("hf", ""), ("dsbd", ""), ("dsbd", f",assistant={draft}")):
-        found = lm_eval.simple_evaluate(
+        evaluation = lm_eval.simple_evaluate(
             model=name, model_args=f"pretrained={target},dtype=float32{more}", tasks=["toyqa"], task_manager=tasks,
             batch_size=4, device="cpu", log_samples=True, bootstrap_iters=0,
         )  # fmt: skip
-        samples.append([one["resps"] for one in found["samples"]["toyqa"]])
+        samples.append([sample["resps"] for sample in evaluation["samples"]["toyqa"]])
     assert samples[0] == samples[1] == samples[2]
     assert all(text for [[text]] in samples[0])
     assert get_model("dsbd") is ours.DsbdLM
@@ -63,7 +63,7 @@ def without_lm_eval(monkeypatch: pytest.MonkeyPatch) -> Any:
     for name in ("lm_eval", "lm_eval.api", "lm_eval.api.registry", "lm_eval.models", "lm_eval.models.huggingface"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setattr(
-        sys.modules["lm_eval.api.registry"], "register_model", lambda name: lambda one: one, raising=False
+        sys.modules["lm_eval.api.registry"], "register_model", lambda name: lambda registered: registered, raising=False
     )
     monkeypatch.setattr(sys.modules["lm_eval.models.huggingface"], "HFLM", object, raising=False)
     return runpy.run_module("dsbd_cli.lm_eval")["DsbdLM"]
@@ -91,10 +91,10 @@ def test_the_answer_alone_comes_back_with_a_think_end_token(end: str | int, monk
     tokenizer = SimpleNamespace(pad_token_id=0, decode=decode)
     lm = made.__new__(made)
     vars(lm).update(model=None, tokenizer=tokenizer, _assistant=None, think_end_token=end)
-    found = lm._model_generate(torch.zeros(len(sequences), 2), 9, ["\n"])
+    padded = lm._model_generate(torch.zeros(len(sequences), 2), 9, ["\n"])
     expected = [[1, 2, 5, 6, 0], [1, 2, 3, 4, 5, 6, 3, 4], [1, 2, 5, 9, 0, 0, 0], [1, 2, 6, 0, 0]][: len(sequences)]
     most = max(map(len, expected))
-    assert found.tolist() == [[*row, *[0] * (most - len(row))] for row in expected]
+    assert padded.tolist() == [[*row, *[0] * (most - len(row))] for row in expected]
     assert asked["think_end_token"] == end
     lm._model_generate(torch.zeros(len(sequences), 2), 9, [])
     asked.clear()
@@ -103,7 +103,7 @@ def test_the_answer_alone_comes_back_with_a_think_end_token(end: str | int, monk
 
 
 @pytest.mark.parametrize(
-    ("asked", "given"),
+    ("asked", "expected"),
     [
         ({}, {"do_sample": False}),
         ({"temperature": 0.0}, {"do_sample": False}),
@@ -116,12 +116,12 @@ def test_the_answer_alone_comes_back_with_a_think_end_token(end: str | int, monk
     ],
 )
 def test_sampling_is_asked_for_as_hf_asks_for_it(
-    asked: dict[str, object], given: dict[str, object], monkeypatch: pytest.MonkeyPatch
+    asked: dict[str, object], expected: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = without_lm_eval(monkeypatch)
-    found = dict[str, object]()
-    monkeypatch.setitem(made._model_generate.__globals__, "generate", lambda *_, **options: found.update(options))
+    passed = dict[str, object]()
+    monkeypatch.setitem(made._model_generate.__globals__, "generate", lambda *_, **options: passed.update(options))
     lm = SimpleNamespace(model=None, tokenizer=SimpleNamespace(pad_token_id=0), _assistant=None, think_end_token=None)
     with pytest.raises(AssertionError):  # nothing was generated
         made._model_generate(lm, None, 5, [], **asked)
-    assert {name: found[name] for name in ("do_sample", "temperature") if name in found} == given
+    assert {name: passed[name] for name in ("do_sample", "temperature") if name in passed} == expected

@@ -108,7 +108,7 @@ def mixed(sampled: int, others: int, drop: bool = True, last: bool = True) -> Pr
 
 
 def stochastic(
-    count: int, order: str = "value", known: Callable[[Distribution, list[Pair]], list[Node]] = parent_nodes
+    count: int, order: str = "value", nodes_of: Callable[[Distribution, list[Pair]], list[Node]] = parent_nodes
 ) -> Propose:
     """RSD-S: stochastic beam search (Kool et al. 2019), the `count` largest perturbed log-probabilities of every layer.
 
@@ -123,22 +123,22 @@ def stochastic(
         for level in range(depth, 0, -1):
             masses = _prefix_masses(model, beams, level)
             # the order of the finer level goes on in the coarser one; further prefixes in order of their own draws
-            found = list(dict.fromkeys((root, path[:level]) for root, path in (levels[0] if levels else [])))
-            rest = normalise({prefix: mass for prefix, mass in masses.items() if prefix not in found})
-            while rest and len(found) < count:
-                found.append(chooser.draw(rest, "draft"))  # type: ignore[arg-type]
-                rest = normalise({prefix: mass for prefix, mass in rest.items() if prefix != found[-1]})
-            levels.insert(0, found)
+            prefixes = list(dict.fromkeys((root, path[:level]) for root, path in (levels[0] if levels else [])))
+            rest = normalise({prefix: mass for prefix, mass in masses.items() if prefix not in prefixes})
+            while rest and len(prefixes) < count:
+                prefixes.append(chooser.draw(rest, "draft"))  # type: ignore[arg-type]
+                rest = normalise({prefix: mass for prefix, mass in rest.items() if prefix != prefixes[-1]})
+            levels.insert(0, prefixes)
         layers: Layers = []
         above: list[tuple[int, Path]] = [(root, ()) for root in beams]
-        for found in levels:
-            pairs = [(above.index((root, path[:-1])), path[-1]) for root, path in found]
-            names = list(found)
+        for prefixes in levels:
+            pairs = [(above.index((root, path[:-1])), path[-1]) for root, path in prefixes]
+            names = list(prefixes)
             if order == "parent":
                 ranked = sorted(range(len(pairs)), key=lambda at: pairs[at][0])
                 pairs, names = [pairs[at] for at in ranked], [names[at] for at in ranked]
             nodes = {index: Beam((*beams[root].path, *path), 0.0) for index, (root, path) in enumerate(above)}
-            layers.append(known(rows(model, nodes), pairs))
+            layers.append(nodes_of(rows(model, nodes), pairs))
             above = names
         return layers
 

@@ -94,7 +94,7 @@ class Only(LegalTokens):
 class Trial:
     """What an iteration without drafts computes of each row, by (beam, token), by rank, or by token."""
 
-    found: list[dict[object, object]]
+    row_facts: list[dict[object, object]]
 
     @classmethod
     def of(cls, rows: Sequence[Row], method: MethodConfig, *, roots: int, lists: bool) -> Trial:
@@ -122,13 +122,13 @@ class Trial:
         )
         assert state.trace is not None
         assert outcome.before is not None
-        place = (state.beams, state.finished, forest, candidates, outcome.before)
+        state_parts = (state.beams, state.finished, forest, candidates, outcome.before)
         likeliest = iteration._likeliest(state.trace.tops)
-        state.trace.follow(*place, likeliest, outcome.live.parent, outcome.live.token, outcome.steps)
-        found = []
+        state.trace.follow(*state_parts, likeliest, outcome.live.parent, outcome.live.token, outcome.steps)
+        row_facts = []
         for at, row in enumerate(rows):
             there = row.live[:roots].tolist()
-            one: dict[object, object] = {"done": bool(outcome.done[at]), "steps": int(outcome.steps[at])}
+            facts: dict[object, object] = {"done": bool(outcome.done[at]), "steps": int(outcome.steps[at])}
             distributions = {
                 "raw": candidates.logprobs,
                 "law": distribution.log_p,
@@ -137,14 +137,14 @@ class Trial:
                 "noise": noise,
             }
             places = _possible(candidates, at, there)
-            one |= {name: _bits_by(places, value[at]) for name, value in distributions.items()}
+            facts |= {name: _bits_by(places, value[at]) for name, value in distributions.items()}
             live, ended = outcome.live, state.finished
-            one["live"] = [
+            facts["live"] = [
                 (int(live.parent[at, w]), int(live.token[at, w]), _bits(live.weight[at, w]), _bits(live.logprob[at, w]))
                 for w in range(width)
                 if live.valid[at, w]
             ]
-            one["ended"] = [
+            facts["ended"] = [
                 (
                     _bits(ended.score[at, f]),
                     _bits(ended.logprob[at, f]),
@@ -154,9 +154,9 @@ class Trial:
                 for f in range(width)
                 if ended.score[at, f] > NEG_INF
             ]
-            one["trace"] = _traced(state.trace, at, row, outcome.live.valid[at])
-            found.append(one)
-        return cls(found)
+            facts["trace"] = _traced(state.trace, at, row, outcome.live.valid[at])
+            row_facts.append(facts)
+        return cls(row_facts)
 
 
 def _bits(x: Tensor) -> int:
@@ -184,21 +184,21 @@ def _bits_by(places: list[tuple[tuple[int, int], int]], value: Tensor) -> dict[o
 
 def _traced(trace: TokenTrace, at: int, row: Row, valid: Tensor) -> list[object]:
     tops = row.sampling.top_logprobs
-    marks, place = trace.live, row.length
-    found: list[object] = []
+    marks, length = trace.live, row.length
+    alternatives: list[object] = []
     for w in valid.nonzero().flatten().tolist():
-        pairs = zip(marks.top_logprob[at, w, place].tolist(), marks.top[at, w, place].tolist(), strict=True)
+        pairs = zip(marks.top_logprob[at, w, length].tolist(), marks.top[at, w, length].tolist(), strict=True)
         best = sorted(pairs, key=lambda pair: (-pair[0], pair[1]))[:tops]
-        found.append((_bits(marks.logprob[at, w, place]), best))
-    return found
+        alternatives.append((_bits(marks.logprob[at, w, length]), best))
+    return alternatives
 
 
 def _state(rows: Sequence[Row], method: MethodConfig, stops: StopTable) -> BatchState:
     """As an engine has it after some iterations."""
     state = BatchState.empty(method, len(rows), 32, 16, HISTORY, CPU)
     entries = {
-        place: NewRow([5, 6], row.seed, row.sampling, stops.start(_ends(row.sampling)))
-        for place, row in enumerate(rows)
+        index: NewRow([5, 6], row.seed, row.sampling, stops.start(_ends(row.sampling)))
+        for index, row in enumerate(rows)
     }
     state.admit(entries)
     beams, finished = state.beams, state.finished
@@ -285,14 +285,14 @@ def test_a_row_has_the_bits_that_it_has_alone(
     rule, scope = drawn
     method = MethodConfig.of({"rule": rule, "num_beams": width, "depth": 0, "width": "fixed", "warp_scope": scope})
     kind = "trie" if trie else "any"
-    rows = [random_row(seed + 1000 * place, width, vocabulary, rule, kind) for place in range(count)]
-    together = Trial.of(rows, method, roots=width, lists=False).found
-    listed = Trial.of(rows, method, roots=width, lists=True).found if trie else together
-    for place, row in enumerate(rows):
-        alone = Trial.of([row], method, roots=1 if row.one_root else width, lists=trie).found[0]
+    rows = [random_row(seed + 1000 * index, width, vocabulary, rule, kind) for index in range(count)]
+    together = Trial.of(rows, method, roots=width, lists=False).row_facts
+    listed = Trial.of(rows, method, roots=width, lists=True).row_facts if trie else together
+    for index, row in enumerate(rows):
+        alone = Trial.of([row], method, roots=1 if row.one_root else width, lists=trie).row_facts[0]
         for name, value in alone.items():
-            assert together[place][name] == value, (place, name)
-            assert listed[place][name] == value, (place, name, "listed")
+            assert together[index][name] == value, (index, name)
+            assert listed[index][name] == value, (index, name, "listed")
 
 
 def test_what_was_recorded_stays_where_a_neighbour_asks_for_more() -> None:

@@ -39,12 +39,12 @@ class PathNoise:
     """G(x, v): Gumbel noise as a function of seed and token path, remembered while a case runs."""
 
     def __init__(self, seed: int) -> None:
-        self.seed, self.known = seed, dict[Path, float]()
+        self.seed, self.noise = seed, dict[Path, float]()
 
     def at(self, path: Path) -> float:
-        if path not in self.known:
-            self.known[path] = gumbel(random.Random(f"{self.seed} {path}"))
-        return self.known[path]
+        if path not in self.noise:
+            self.noise[path] = gumbel(random.Random(f"{self.seed} {path}"))
+        return self.noise[path]
 
     def of(self, beams: Mapping[int, Beam], pairs: Mapping[Pair, float]) -> dict[Pair, float]:
         return {pair: self.at((*beams[pair[0]].path, pair[1])) for pair in pairs}

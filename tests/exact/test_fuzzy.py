@@ -39,11 +39,11 @@ def published(threshold: float) -> dict[Path, float]:
         if len(path) == STEPS:
             return {path: 1.0}
         take = drafted < DEPTH and distance(path) <= threshold
-        found: dict[Path, float] = {}
+        masses: dict[Path, float] = {}
         for token, mass in row(Q3 if take else P3, path).items():
             for text, chance in distribution((*path, token), drafted + 1 if take else 0).items():
-                found[text] = found.get(text, 0.0) + mass * chance
-        return found
+                masses[text] = masses.get(text, 0.0) + mass * chance
+        return masses
 
     return distribution((), 0)
 
@@ -89,10 +89,10 @@ def test_zero_is_the_target_and_without_bound_the_draft() -> None:
         return distribution
 
     def prefix(threshold: float) -> dict[Path, float]:
-        found: dict[Path, float] = {}
+        masses: dict[Path, float] = {}
         for path, mass in published(threshold).items():
-            found[path[:DEPTH]] = found.get(path[:DEPTH], 0.0) + mass
-        return found
+            masses[path[:DEPTH]] = masses.get(path[:DEPTH], 0.0) + mass
+        return masses
 
     assert total_variation(prefix(0.0), text_distribution(P3)) < EXACT
     assert total_variation(prefix(100.0), text_distribution(Q3)) < EXACT
@@ -102,7 +102,7 @@ def test_zero_is_the_target_and_without_bound_the_draft() -> None:
 def test_divergences_by_hand(name: str) -> None:
     p, q = {(0, 0): 0.5, (0, 1): 0.5}, {(0, 0): 0.9, (0, 1): 0.1}
     m = (0.7, 0.3)
-    known = {
+    expected = {
         "kl": 0.9 * math.log(1.8) + 0.1 * math.log(0.2),
         "kl_reversed": 0.5 * math.log(0.5 / 0.9) + 0.5 * math.log(5),
         "tv": 0.4,
@@ -116,7 +116,7 @@ def test_divergences_by_hand(name: str) -> None:
         "js_authors": 0.5
         * (m[0] * math.log(m[0] / 0.9) + m[1] * math.log(m[1] / 0.1) + m[0] * math.log(1.4) + m[1] * math.log(0.6)),
     }
-    assert divergence(p, q, name) == pytest.approx(known[name], abs=EXACT)
+    assert divergence(p, q, name) == pytest.approx(expected[name], abs=EXACT)
     assert divergence(p, p, name) == 0.0
     apart = divergence({(0, 0): 1.0}, {(0, 1): 1.0}, name)
     assert apart == pytest.approx({"js": math.log(2), "tv": 1.0}.get(name, math.inf))

@@ -90,7 +90,7 @@ def test_one_beam_draws_each_answer_by_its_own_steps() -> None:
         for first in ended[:1]:
             distribution[first] += mass
     # the step that ends a text draws on until one goes on, so its distribution is that of the first end in each pool
-    for path in {one[:at] for one in ANSWERS for at in range(len(one))}:
+    for path in {answer[:at] for answer in ANSWERS for at in range(len(answer))}:
         masses = {token: math.exp(model.row(path)[token]) for token in model.legal(path)}
         pool = model.pool({0: Beam(path, -1.5)})
         assert total_variation({(0, t): m / sum(masses.values()) for t, m in masses.items()}, pool.distribution) < EXACT
@@ -113,10 +113,10 @@ def test_coupled_draws_depend_on_no_draft(kind: str) -> None:
             target, draft, noise, kind, rng.randint(1, 8), rng.randint(0, 2), width, frozenset({END})
         )
         assert record == plain(target, noise, width, frozenset({END})), case
-        assert all(any(one[: len(beam.path)] == beam.path for one in answers) for step in record for beam in step)
+        assert all(any(answer[: len(beam.path)] == beam.path for answer in answers) for step in record for beam in step)
         limit = target.limit or 3
         assert all(
-            any(one[: len(beam.path)] == beam.path and len(one) - 1 <= limit for one in answers)
+            any(answer[: len(beam.path)] == beam.path and len(answer) - 1 <= limit for answer in answers)
             for step in record
             for beam in step
         )
@@ -174,8 +174,8 @@ def test_a_wrong_distribution_is_told_apart(kind: type[Model]) -> None:
         distributions = [
             enumerate_distribution(
                 lambda chooser, model=model, steps=steps, width=width: tuple(
-                    tuple(beam.path for beam in one)
-                    for one in drawn(plain_steps(Setting(model, model, width, 1, 0, frozenset({END})), steps, chooser))
+                    tuple(beam.path for beam in step)
+                    for step in drawn(plain_steps(Setting(model, model, width, 1, 0, frozenset({END})), steps, chooser))
                 )
             )
             for model in (right, wrong)
@@ -187,8 +187,10 @@ def test_a_wrong_distribution_is_told_apart(kind: type[Model]) -> None:
     differ = 0
     for seed in range(40):
         models = Model(seed, 4, answers=ANSWERS), kind(seed, 4, answers=ANSWERS)
-        found = [[[b.path for b in step] for step in plain_search(model, 2, 3, frozenset({END}))] for model in models]
-        differ += found[0] != found[1]
+        searches = [
+            [[b.path for b in step] for step in plain_search(model, 2, 3, frozenset({END}))] for model in models
+        ]
+        differ += searches[0] != searches[1]
     assert differ > 3
 
 

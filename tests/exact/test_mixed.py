@@ -87,10 +87,10 @@ def test_one_heap_over_all_layers_is_exact_for_one_beam_only(seed: int) -> None:
     """DySpec as published. Whether a node has a second child depends on what was drawn below the first one. With one
     beam the second child is looked at only where the first is dead; with two both are, and then the draws below have
     another distribution."""
-    one = DraftSetting(Model(seed, 3), Model(100 + seed, 3), 1, 2, dynamic(4))
-    assert measure(one)[0] < EXACT
+    setting = DraftSetting(Model(seed, 3), Model(100 + seed, 3), 1, 2, dynamic(4))
+    assert measure(setting)[0] < EXACT
     if seed == 4:
-        assert measure(replace(one, full_width=2))[0] > VISIBLE
+        assert measure(replace(setting, full_width=2))[0] > VISIBLE
 
 
 def test_stochastic_beam_search_needs_the_order_of_its_values() -> None:
@@ -153,7 +153,7 @@ MUTANTS = {
     "parent distribution takes from other rows": DraftSetting(
         P3, Q3, 2, 1, constant(1), steps=1, rule=OtherRow(), start=TWO
     ),
-    "parent distribution recorded as pool distribution": DraftSetting(P3, Q3, 2, 2, stochastic(2, known=pool_nodes)),
+    "parent distribution recorded as pool distribution": DraftSetting(P3, Q3, 2, 2, stochastic(2, nodes_of=pool_nodes)),
 }
 
 

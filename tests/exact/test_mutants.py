@@ -205,7 +205,7 @@ REPLACEMENT_MUTANTS = {
 
 def errors(mutant: Mutant, cases: list[LayerCase]) -> dict[str, float]:
     replacement = mutant.rule().replacement
-    found = {}
+    distances = {}
     for case in (case for case in cases if mutant.finite or not case.ends):
         distribution = enumerate_distribution(lambda chooser, case=case: mutant.pairs(case, chooser))
         plain = enumerate_distribution(
@@ -213,8 +213,8 @@ def errors(mutant: Mutant, cases: list[LayerCase]) -> dict[str, float]:
                 case.target, case.ends, case.full_width, chooser, replacement, case.limit
             )
         )
-        found[case.name] = total_variation(distribution, plain)
-    return found
+        distances[case.name] = total_variation(distribution, plain)
+    return distances
 
 
 def test_the_right_rules_are_exact_on_the_same_cases() -> None:
@@ -234,6 +234,6 @@ def test_replacement_mutant_is_caught(name: str) -> None:
 
 def test_dead_parents_matter_only_where_there_are_some() -> None:
     """Restricting Q' to live parents is wrong exactly where drafts have dead parents beside live ones."""
-    found = errors(MUTANTS["Q restricted to live parents"], without_replacement_cases())
-    wrong = {name for name, error in found.items() if error > VISIBLE}
+    distances = errors(MUTANTS["Q restricted to live parents"], without_replacement_cases())
+    wrong = {name for name, error in distances.items() if error > VISIBLE}
     assert wrong == {"dead parent in the draft", "one of three parents live"}

@@ -133,7 +133,7 @@ def texts(model: Ruled, width: int, steps: int) -> dict[object, float]:
     """The distribution of the ordered draws of all steps, without their weights."""
     setting = Setting(model, model, width, 1, 0)
     return enumerate_distribution(
-        lambda chooser: tuple(tuple(beam.path for beam in one) for one in drawn(plain_steps(setting, steps, chooser)))
+        lambda chooser: tuple(tuple(beam.path for beam in step) for step in drawn(plain_steps(setting, steps, chooser)))
     )
 
 
@@ -166,11 +166,11 @@ def test_samples_have_vllms_distribution(name: str) -> None:
                 further[(*path, token), weight + math.log(share)] += mass * share
         want = dict(further)
     setting = Setting(model, model, 1, 1, 0)
-    found = enumerate_distribution(lambda chooser: drawn(plain_steps(setting, 3, chooser))[-1][0])
-    by_path = {beam.path: mass for beam, mass in found.items()}
+    distribution = enumerate_distribution(lambda chooser: drawn(plain_steps(setting, 3, chooser))[-1][0])
+    by_path = {beam.path: mass for beam, mass in distribution.items()}
     assert total_variation(by_path, {path: mass for (path, _), mass in want.items()}) < EXACT  # type: ignore[misc]
     weights = {path: weight for path, weight in want}  # type: ignore[misc]  # noqa: C416
-    assert all(abs(weights[beam.path] - beam.weight) < EXACT for beam in found)
+    assert all(abs(weights[beam.path] - beam.weight) < EXACT for beam in distribution)
 
 
 def mutant(change: Callable[[Ruled, list[float], Path, float | None], list[float]]) -> type[Ruled]:

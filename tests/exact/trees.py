@@ -79,8 +79,8 @@ class Model:
 
     def legal(self, path: Path) -> set[int]:
         """Tokens that some answer goes on with which the limit does not cut."""
-        able = [one for one in self.answers if self.limit is None or len(one) - 1 <= self.limit]
-        return {one[len(path)] for one in able if len(one) > len(path) and one[: len(path)] == path}
+        able = [answer for answer in self.answers if self.limit is None or len(answer) - 1 <= self.limit]
+        return {answer[len(path)] for answer in able if len(answer) > len(path) and answer[: len(path)] == path}
 
 
 def child(beams: dict[int, Beam], pool: Pool, pair: Pair) -> Beam:

@@ -65,12 +65,12 @@ def _byte_distribution() -> dict[bytes, list[float]]:
     """Log-probabilities of the next byte after up to three bytes, by counting in the texts."""
     counts: dict[bytes, Counter[int]] = {}
     data = "\n".join([*TEXTS, EMOJI, *TEXTS, EMOJI]).encode()
-    for place, byte in enumerate(data):
+    for position, byte in enumerate(data):
         for length in range(4):
-            counts.setdefault(data[max(0, place - length) : place], Counter())[byte] += 1
+            counts.setdefault(data[max(0, position - length) : position], Counter())[byte] += 1
     return {
-        context: [math.log((found[byte] + 0.01) / (found.total() + 2.56)) for byte in range(256)]
-        for context, found in counts.items()
+        context: [math.log((following[byte] + 0.01) / (following.total() + 2.56)) for byte in range(256)]
+        for context, following in counts.items()
     }
 
 

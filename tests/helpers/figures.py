@@ -31,7 +31,7 @@ BLOCK = re.compile(r"^(?:[|#].*|(?:- |\d+\. )?\S.*(?:\n(?![|#]|- |\d+\. ) *\S.*)
 def plain(text: str) -> str:
     """Return a page without code, comments and targets of links, line by line as it was."""
     for skipped in (r"<!--.*?-->|^```.*?^```$|^ {4}[^\n]*|`[^`\n]*(?:\n[^`\n]+)?`", r"(?<=\])\([^)\s]+\)"):
-        text = re.sub(skipped, lambda found: "\n" * found[0].count("\n"), text, flags=re.DOTALL | re.MULTILINE)
+        text = re.sub(skipped, lambda match: "\n" * match[0].count("\n"), text, flags=re.DOTALL | re.MULTILINE)
     return text
 
 
@@ -39,35 +39,35 @@ def blocks(page: Path) -> Iterator[tuple[int, str, list[str], list[str], str]]:
     """Yield line, text and links of paragraphs, list items and rows; of a row also its header and the text above."""
     written = page.read_text(encoding="utf-8")
     text, lines, links, intro, header = plain(written), written.splitlines(), list[str](), "", list[str]()
-    for found in BLOCK.finditer(text):
-        line = text.count("\n", 0, found.start()) + 1
-        own = re.findall(r"\]\(([^)\s]+)\)", "\n".join(lines[line - 1 : line + found[0].count("\n")]))
-        if not found[0].startswith("|"):
-            links, intro, header = own, found[0], []
-            yield line, found[0], own, [], ""
+    for match in BLOCK.finditer(text):
+        line = text.count("\n", 0, match.start()) + 1
+        own = re.findall(r"\]\(([^)\s]+)\)", "\n".join(lines[line - 1 : line + match[0].count("\n")]))
+        if not match[0].startswith("|"):
+            links, intro, header = own, match[0], []
+            yield line, match[0], own, [], ""
         elif header:
-            yield line, found[0], own or links, header, intro
+            yield line, match[0], own or links, header, intro
         else:
-            header = found[0].split("|")[1:-1]
+            header = match[0].split("|")[1:-1]
 
 
 def figures(line: int, text: str, header: list[str]) -> Iterator[tuple[int, str, str]]:
     """Yield line, number and unit of each figure."""
     cells = text.split("|")[1:-1] if header else [text]
-    for place, cell in enumerate(cells):
-        named = re.search(UNIT, f"{header[place]} {cells[0]}") if place else None
+    for column, cell in enumerate(cells):
+        named = re.search(UNIT, f"{header[column]} {cells[0]}") if column else None
         if named and not COUNT.search(cell):
             yield from ((line, number[0], named[0]) for number in NUMBER.finditer(cell))
             continue
-        for found in FIGURE.finditer(cell):
-            at = line + cell.count("\n", 0, found.start())
-            yield from ((at, number, found[2]) for number in re.split(BETWEEN, found[1]))
-        for found in COUNT.finditer(cell):
-            yield line + cell.count("\n", 0, found.start()), found[1], f"of {found[2]}"
-        rest = FIGURE.sub(lambda one: "\n" * one[0].count("\n"), cell) if place or not header else ""
-        for found in NUMBER.finditer(rest):
-            if "." in found[0]:
-                yield line + rest.count("\n", 0, found.start()), found[0], ""
+        for match in FIGURE.finditer(cell):
+            at = line + cell.count("\n", 0, match.start())
+            yield from ((at, number, match[2]) for number in re.split(BETWEEN, match[1]))
+        for match in COUNT.finditer(cell):
+            yield line + cell.count("\n", 0, match.start()), match[1], f"of {match[2]}"
+        rest = FIGURE.sub(lambda match: "\n" * match[0].count("\n"), cell) if column or not header else ""
+        for match in NUMBER.finditer(rest):
+            if "." in match[0]:
+                yield line + rest.count("\n", 0, match.start()), match[0], ""
 
 
 def linked(page: Path, link: str) -> str:
@@ -93,9 +93,9 @@ def span(number: str) -> tuple[float, float]:
 def counts(text: str) -> set[str]:
     """Return all `n of m`, and the sums of their columns."""
     lines = [(line, re.findall(r"(\d+) of (\d+)", line)) for line in text.splitlines()]
-    columns = zip(*[found for line, found in lines if line.startswith("|") and found], strict=False)
+    columns = zip(*[pairs for line, pairs in lines if line.startswith("|") and pairs], strict=False)
     sums = [(sum(int(n) for n, _ in column), sum(int(m) for _, m in column)) for column in columns]
-    return {f"{n} of {m}" for n, m in (*sums, *(pair for _, found in lines for pair in found))}
+    return {f"{n} of {m}" for n, m in (*sums, *(pair for _, pairs in lines for pair in pairs))}
 
 
 def faults(page: Path, unmeasured: Collection[str] = ()) -> Iterator[str]:
@@ -104,16 +104,16 @@ def faults(page: Path, unmeasured: Collection[str] = ()) -> Iterator[str]:
     for first, text, links, header, intro in blocks(page):
         if any(word in " ".join(f"{intro} {text}".lower().split()) for word in left_out):
             continue
-        texts = [found for link in links if (found := linked(page, link))]
-        known = [float(number[0].replace(",", "")) for found in texts for number in NUMBER.finditer(found)]
-        counted = {pair for found in texts for pair in counts(found)}
+        texts = [linked_text for link in links if (linked_text := linked(page, link))]
+        values = [float(number[0].replace(",", "")) for text in texts for number in NUMBER.finditer(text)]
+        counted = {pair for text in texts for pair in counts(text)}
         spans = {number: span(number) for _, number, _ in figures(first, text, header)}
-        held = [number for number, (low, high) in spans.items() if any(low <= one <= high for one in known)]
+        held = [number for number, (low, high) in spans.items() if any(low <= value <= high for value in values)]
         pairs = [(spans[a], spans[b]) for a, b in permutations(held, 2) if spans[b][0] > 0]
         for line, number, unit in figures(first, text, header):
             figure, (low, high) = " ".join(f"{number} {unit}".split()), spans[number]
-            found = figure.replace(",", "") in counted if unit.startswith("of ") else number in held
+            measured = figure.replace(",", "") in counted if unit.startswith("of ") else number in held
             if re.fullmatch(RATIO, unit):
-                found = found or any(a[0] / b[1] <= high and low <= a[1] / b[0] for a, b in pairs)
-            if not found and figure not in unmeasured and (unit or texts or header):
+                measured = measured or any(a[0] / b[1] <= high and low <= a[1] / b[0] for a, b in pairs)
+            if not measured and figure not in unmeasured and (unit or texts or header):
                 yield f"{page.name}:{line}: {figure} is in no report that is linked beside it ({len(texts)} are)"

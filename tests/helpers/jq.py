@@ -17,11 +17,11 @@ def main() -> None:
     parser.add_argument("-r", action="store_true")
     parser.add_argument("program")
     parser.add_argument("file", nargs="?")
-    given = parser.parse_args()
-    text = sys.stdin.read() if given.file is None else Path(given.file).read_text(encoding="utf-8")
-    for value in jq.compile(given.program).input(text=text):
-        raw = given.r and isinstance(value, str)
-        print(value if raw else json.dumps(value, ensure_ascii=False, indent=None if given.c else 2))
+    arguments = parser.parse_args()
+    text = sys.stdin.read() if arguments.file is None else Path(arguments.file).read_text(encoding="utf-8")
+    for value in jq.compile(arguments.program).input(text=text):
+        raw = arguments.r and isinstance(value, str)
+        print(value if raw else json.dumps(value, ensure_ascii=False, indent=None if arguments.c else 2))
 
 
 if __name__ == "__main__":

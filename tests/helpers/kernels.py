@@ -43,7 +43,7 @@ def replaced(monkeypatch: pytest.MonkeyPatch, *names: str, **changes: Any) -> co
     """Something else stands inside for the kernels of these operations: `op`, or what they are loaded with. No name:
     all."""
     every = not names
-    kernels = [one._replace(**changes) if every or one.name in names else one for one in select.TABLE]
+    kernels = [kernel._replace(**changes) if every or kernel.name in names else kernel for kernel in select.TABLE]
     return table(monkeypatch, kernels)
 
 
@@ -51,7 +51,7 @@ def only(
     monkeypatch: pytest.MonkeyPatch, backend: object, weights: str = "plain"
 ) -> contextlib.AbstractContextManager[None]:
     """No other backend multiplies such weights inside."""
-    return table(monkeypatch, [one for one in select.TABLE if one.weights != weights or one.op is backend])
+    return table(monkeypatch, [kernel for kernel in select.TABLE if kernel.weights != weights or kernel.op is backend])
 
 
 def refuse() -> None:

@@ -215,7 +215,7 @@ class NumberTokenizer:
 
     def __call__(self, text: Any, **kwargs: Any) -> dict[str, Any]:
         if isinstance(text, list):
-            return {"input_ids": [[int(word) for word in one.split()] for one in text]}
+            return {"input_ids": [[int(word) for word in line.split()] for line in text]}
         return {"input_ids": [int(word) for word in text.split()]}
 
     def decode(self, ids: list[int], **kwargs: Any) -> str:
@@ -243,7 +243,9 @@ def batch_beams(
     rows = [source + [config.pad_token_id] * (width - len(source)) for source in sources]
     out = model.generate(
         torch.tensor(rows),
-        attention_mask=torch.tensor([[place < len(source) for place in range(width)] for source in sources]).long(),
+        attention_mask=torch.tensor(
+            [[position < len(source) for position in range(width)] for source in sources]
+        ).long(),
         num_beams=wanted,
         num_return_sequences=wanted,
         do_sample=False,
@@ -253,8 +255,8 @@ def batch_beams(
         **settings,
     )
     scores = out.sequences_scores.tolist() if wanted > 1 else [0.0] * len(sources)
-    found = []
+    beams = []
     for row, score in zip(out.sequences[:, 1:].tolist(), scores, strict=True):
-        end = next((place + 1 for place, token in enumerate(row) if token in eos), min(len(row), new))
-        found.append((row[:end], score))
-    return [found[start : start + wanted] for start in range(0, len(found), wanted)]
+        end = next((position + 1 for position, token in enumerate(row) if token in eos), min(len(row), new))
+        beams.append((row[:end], score))
+    return [beams[start : start + wanted] for start in range(0, len(beams), wanted)]

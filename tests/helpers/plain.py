@@ -162,14 +162,16 @@ class _Step:
 
 def decode(rows: Rows, settings: Settings, step: Step | None = None) -> tuple[Text, ...]:
     """Best `width` hypotheses, best first. Without `step`: beam search by raw scores."""
-    found: _Beams | tuple[Text, ...] = _Beams()
-    while isinstance(found, _Beams):
-        one = _Step(rows, settings, found, step is None)
-        distribution = None if one.pool is None else one.pool.distribution
-        found = (
-            one.searched() if step is None or distribution is None else one.drawn(step(list(found.paths), distribution))
+    state: _Beams | tuple[Text, ...] = _Beams()
+    while isinstance(state, _Beams):
+        decoding_step = _Step(rows, settings, state, step is None)
+        distribution = None if decoding_step.pool is None else decoding_step.pool.distribution
+        state = (
+            decoding_step.searched()
+            if step is None or distribution is None
+            else decoding_step.drawn(step(list(state.paths), distribution))
         )
-    return found
+    return state
 
 
 def results_distribution(rows: Rows, settings: Settings) -> dict[tuple[Path, ...], float]:
@@ -180,17 +182,17 @@ def results_distribution(rows: Rows, settings: Settings) -> dict[tuple[Path, ...
     beams = {_Beams(): [1.0]}
     while beams:
         following: defaultdict[_Beams, list[float]] = defaultdict(list)
-        for one, ways in beams.items():
-            step, mass = _Step(rows, settings, one, False), math.fsum(ways)
+        for state, ways in beams.items():
+            step, mass = _Step(rows, settings, state, False), math.fsum(ways)
             assert step.pool is not None
             distribution = step.pool.distribution
             for pairs, chance in enumerate_distribution(
                 partial(beam_step, distribution, settings.ends, settings.width)
             ).items():
-                found = step.drawn(pairs)
-                if isinstance(found, _Beams):
-                    following[found].append(mass * chance)
+                outcome = step.drawn(pairs)
+                if isinstance(outcome, _Beams):
+                    following[outcome].append(mass * chance)
                 else:
-                    results[tuple(text.tokens for text in found)].append(mass * chance)
+                    results[tuple(text.tokens for text in outcome)].append(mass * chance)
         beams = following
     return {tokens: math.fsum(chances) for tokens, chances in results.items()}

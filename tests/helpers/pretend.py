@@ -56,7 +56,7 @@ class SameDevice(TorchDispatchMode):
     strict: raises where an operation takes or makes any tensor on the CPU.
     """
 
-    known: ClassVar[dict[Any, Any]] = {}
+    forms: ClassVar[dict[Any, Any]] = {}
     strict = False
 
     @classmethod
@@ -69,20 +69,20 @@ class SameDevice(TorchDispatchMode):
         if func._schema.is_mutable:
             return self._checked(func, args, kwargs)
         key = self.strict, func, form(args), tuple((name, form(value)) for name, value in kwargs.items())
-        if key not in self.known:
-            found = self._checked(func, args, kwargs)
-            parts = found if isinstance(found, tuple) else (found,)
+        if key not in self.forms:
+            outputs = self._checked(func, args, kwargs)
+            parts = outputs if isinstance(outputs, tuple) else (outputs,)
             if all(isinstance(item, Tensor) and item.device == DEVICE for item in parts):
-                self.known[key] = isinstance(found, tuple), form(parts)
-            return found
-        several, parts = self.known[key]
+                self.forms[key] = isinstance(outputs, tuple), form(parts)
+            return outputs
+        several, parts = self.forms[key]
         made = tuple(torch.empty_strided(size, steps, dtype=kind, device=DEVICE) for size, steps, kind, _ in parts)
         return made if several else made[0]
 
     def _checked(self, func: Any, args: Any, kwargs: Any) -> Any:
-        given = {item.device for item in tensors(*args, *kwargs.values()) if item.device == DEVICE or item.dim()}
-        if len(given) > 1 and func not in COPIES:
-            message = f"{func}: expected all tensors to be on the same device, but found {given}"
+        devices = {item.device for item in tensors(*args, *kwargs.values()) if item.device == DEVICE or item.dim()}
+        if len(devices) > 1 and func not in COPIES:
+            message = f"{func}: expected all tensors to be on the same device, but found {devices}"
             raise RuntimeError(message)
         out = func(*args, **kwargs)
         if self.strict:

@@ -39,12 +39,12 @@ Fields = dict[str, str]  # place -> what stands there
 
 def fields_of(schema: Mapping[str, Any]) -> Fields:
     """Return every field of a schema by its place, as in `answered.beams[].text`, with all that is promised of it."""
-    found: Fields = {}
+    fields: Fields = {}
     parts = schema.get("$defs", {})
 
     open_parts: list[str] = []  # that hold the place: a part that refers to itself is described once
 
-    def put(place: str, node: Mapping[str, Any], *, required: bool) -> None:
+    def put(path: str, node: Mapping[str, Any], *, required: bool) -> None:
         merged = dict(node)
         if "$ref" in node:
             merged = {**parts[node["$ref"].rsplit("/", 1)[1]], **{k: v for k, v in node.items() if k != "$ref"}}
@@ -53,73 +53,73 @@ def fields_of(schema: Mapping[str, Any]) -> Fields:
         if merged.get("additionalProperties") is False or merged.get("unevaluatedProperties") is False:
             words.append("closed")
         text = f"{', '.join(words)}: {merged.get('description', '')}".rstrip(": ")
-        found[place] = text + (f" [deprecated since {merged[SINCE]}]" if merged.get("deprecated") else "")
-        below(place, merged)
+        fields[path] = text + (f" [deprecated since {merged[SINCE]}]" if merged.get("deprecated") else "")
+        below(path, merged)
 
-    def below(place: str, node: Mapping[str, Any]) -> None:
-        for one in node.get("allOf", ()):
-            name = one["$ref"].rsplit("/", 1)[1] if "$ref" in one else ""
+    def below(path: str, node: Mapping[str, Any]) -> None:
+        for child in node.get("allOf", ()):
+            name = child["$ref"].rsplit("/", 1)[1] if "$ref" in child else ""
             if name not in open_parts:
                 open_parts.append(name)
-                below(place, parts[name] if name else one)
+                below(path, parts[name] if name else child)
                 open_parts.pop()
-        for name, one in node.get("properties", {}).items():
-            if isinstance(one, dict):
-                put(f"{place}.{name}".lstrip("."), one, required=name in node.get("required", ()))
+        for name, child in node.get("properties", {}).items():
+            if isinstance(child, dict):
+                put(f"{path}.{name}".lstrip("."), child, required=name in node.get("required", ()))
         for kind in FORMS:
-            for number, one in enumerate(node.get(kind, ())):
-                name = one["$ref"].rsplit("/", 1)[1] if "$ref" in one else str(number)
-                put(f"{place}<{name}>", one, required=False)
+            for number, child in enumerate(node.get(kind, ())):
+                name = child["$ref"].rsplit("/", 1)[1] if "$ref" in child else str(number)
+                put(f"{path}<{name}>", child, required=False)
         for name, mark in (("items", "[]"), ("additionalProperties", ".*"), ("unevaluatedProperties", ".*")):
             if isinstance(node.get(name), dict):
-                put(place + mark, node[name], required=False)
-        for number, one in enumerate(node.get("prefixItems", ())):
-            put(f"{place}[{number}]", one, required=True)
+                put(path + mark, node[name], required=False)
+        for number, child in enumerate(node.get("prefixItems", ())):
+            put(f"{path}[{number}]", child, required=True)
 
     put("", schema, required=True)
-    return found
+    return fields
 
 
 def broken_promises(lock: Mapping[str, Fields], now: Mapping[str, Fields], version: str) -> list[str]:
     """Return what may not be, a line each. lock, now: fields by name and number, as dsbd.output/1. version: of dsbd."""
-    found = []
+    broken = []
     for name, fields in now.items():
         before, number = name.rsplit("/", 1)
         if name in lock:
-            found += [f"{name}: {one}" for one in _under_one_number(lock[name], fields)]
+            broken += [f"{name}: {promise}" for promise in _under_one_number(lock[name], fields)]
         elif (older := f"{before}/{int(number) - 1}") in lock:
-            found += [f"{name}: {one}" for one in _under_the_next(lock[older], fields, version)]
+            broken += [f"{name}: {promise}" for promise in _under_the_next(lock[older], fields, version)]
         elif number != "1":
-            found.append(f"{name}: there is no {older} before it")
+            broken.append(f"{name}: there is no {older} before it")
     kinds = {name.rsplit("/", 1)[0] for name in now}
-    return found + [f"{name} is gone" for name in lock if name.rsplit("/", 1)[0] not in kinds]
+    return broken + [f"{name} is gone" for name in lock if name.rsplit("/", 1)[0] not in kinds]
 
 
 def _under_one_number(locked: Fields, now: Fields) -> list[str]:
-    found = [f"{place or 'line'} is gone ({text})" for place, text in locked.items() if place not in now]
-    for place, text in now.items():
-        if place in locked and text != locked[place] and not text.startswith(f"{locked[place]} [deprecated since "):
-            found.append(f"{place or 'line'} was ({locked[place]}) and is ({text})")
-        if place not in locked and text.startswith("required") and _holder(place, now) in locked:
-            found.append(f"{place} is new and required: lines that were written before lack it")
-    return found
+    broken = [f"{path or 'line'} is gone ({text})" for path, text in locked.items() if path not in now]
+    for path, text in now.items():
+        if path in locked and text != locked[path] and not text.startswith(f"{locked[path]} [deprecated since "):
+            broken.append(f"{path or 'line'} was ({locked[path]}) and is ({text})")
+        if path not in locked and text.startswith("required") and _holder(path, now) in locked:
+            broken.append(f"{path} is new and required: lines that were written before lack it")
+    return broken
 
 
-def _holder(place: str, known: Fields) -> str:
+def _holder(path: str, paths: Fields) -> str:
     """Return the place of the object that a field is in."""
-    return max((one for one in known if one != place and _lies_in(place, one)), key=len, default="")
+    return max((holder for holder in paths if holder != path and _lies_in(path, holder)), key=len, default="")
 
 
-def _lies_in(place: str, holder: str) -> bool:
-    return not holder or (place.startswith(holder) and place[len(holder)] in ".[<")
+def _lies_in(path: str, holder: str) -> bool:
+    return not holder or (path.startswith(holder) and path[len(holder)] in ".[<")
 
 
 def _under_the_next(locked: Fields, now: Fields, version: str) -> list[str]:
     """Faults of what goes with a new number."""
-    gone = {place: text for place, text in locked.items() if place not in now and _holder(place, locked) in now}
+    gone = {path: text for path, text in locked.items() if path not in now and _holder(path, locked) in now}
     return [
-        f"{place} goes without a version of warning: mark it deprecated, with {SINCE}, in a version before"
-        for place, text in gone.items()
+        f"{path} goes without a version of warning: mark it deprecated, with {SINCE}, in a version before"
+        for path, text in gone.items()
         if not _warned(text, version)
     ]
 
@@ -135,13 +135,13 @@ def _minor(version: str) -> tuple[int, ...]:
 
 def promised() -> dict[str, Fields]:
     """Return the fields of all schemas as they are."""
-    return {one.id: fields_of(one.schema()) for one in CONTRACTS.values()}
+    return {contract.id: fields_of(contract.schema()) for contract in CONTRACTS.values()}
 
 
 def read_lock() -> dict[str, Fields]:
     """Return the fields of all numbers that there ever were."""
-    found: dict[str, Fields] = json.loads(LOCK.read_text(encoding="utf-8")) if LOCK.exists() else {}
-    return found
+    lock: dict[str, Fields] = json.loads(LOCK.read_text(encoding="utf-8")) if LOCK.exists() else {}
+    return lock
 
 
 if __name__ == "__main__":

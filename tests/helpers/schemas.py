@@ -16,7 +16,7 @@ def schemas(count: int, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def _root(rng: random.Random) -> dict[str, Any]:
-    definitions = {f"part{place}": _value(rng, 1) for place in range(rng.randint(0, 2))}
+    definitions = {f"part{number}": _value(rng, 1) for number in range(rng.randint(0, 2))}
     made = _object(rng, 3, tuple(definitions))
     return {**made, "$defs": definitions} if definitions else made
 

@@ -106,14 +106,14 @@ class _Recorded:
 @contextmanager
 def _recorded(modules: dict[ModuleType, str]) -> Iterator[list[Launch]]:
     """Kernels of modules, by their names without `_kernel`, are recorded in place of being launched."""
-    found: list[Launch] = []
+    recorded: list[Launch] = []
     kept = {}
     for module, names in modules.items():
-        for name in (f"{one}_kernel" for one in names.split()):
+        for name in (f"{stem}_kernel" for stem in names.split()):
             kept[module, name] = getattr(module, name)
-            setattr(module, name, _Recorded(kept[module, name], found))
+            setattr(module, name, _Recorded(kept[module, name], recorded))
     try:
-        yield found
+        yield recorded
     finally:
         for (module, name), kernel in kept.items():
             setattr(module, name, kernel)
@@ -122,14 +122,14 @@ def _recorded(modules: dict[ModuleType, str]) -> Iterator[list[Launch]]:
 def launches(shape: Shape, rows: int = 2) -> list[Launch]:
     """What the operators of an iteration launch for a shape."""
     modules = {candidates: "candidates", draft: "begin extend", verify: "verify", commit: "commit move"}
-    with _recorded(modules) as found:
+    with _recorded(modules) as recorded:
         _call(shape, rows)
-    return found
+    return recorded
 
 
 def layer_launches() -> list[Launch]:
     """What the operators of a layer launch: rows of several widths, 32 heads and 8 of keys, each 128 wide."""
-    with _recorded({layers: "norm gated rotate"}) as found:
+    with _recorded({layers: "norm gated rotate"}) as recorded:
         for dtype in (torch.bfloat16, torch.float32):
             for width in WIDTHS:
                 x = torch.empty(2, width, dtype=dtype)
@@ -140,31 +140,31 @@ def layer_launches() -> list[Launch]:
             slots, planes = torch.empty(3, dtype=torch.int64), torch.empty(1, 16, 8, 128, dtype=dtype)
             layers.rotate_op._init_fn(both, angles, angles, slots, planes, planes)
             layers.rotate_op._init_fn(both, angles, angles, slots, planes, planes, angles, angles, 1e-6, False)
-    return found
+    return recorded
 
 
 def product_launches() -> list[Launch]:
     """What products launch: weights that take one part of the sum, and several."""
-    with _recorded({products: "linear summed"}) as found:
+    with _recorded({products: "linear summed"}) as recorded:
         for dtype in products.INNER:
             for outer in (4096, 32_000):
                 products.linear._init_fn(torch.empty(2, 4096, dtype=dtype), torch.empty(outer, 4096, dtype=dtype), None)
         for outer in (4096, 4096 * 8):
             bias = torch.empty(outer, dtype=torch.bfloat16)
             products.linear._init_fn(bias[None, :4096], torch.empty(outer, 4096, dtype=torch.bfloat16), bias)
-    return found
+    return recorded
 
 
 def attention_launches() -> list[Launch]:
     """What attention launches: 32 heads and 8 of keys of the widths in use."""
-    with _recorded({attention: "prompt suffix"}) as found:
+    with _recorded({attention: "prompt suffix"}) as recorded:
         for dtype, widest in attention.WIDEST.items():
             for dim in sorted({64, widest}):
                 query, keys = torch.empty(1, 32, 36, dim, dtype=dtype), torch.empty(1, 8, 4096, dim, dtype=dtype)
                 seen, prompt = torch.empty(1, 36, 4096, dtype=torch.bool), torch.empty(1, dtype=torch.int64)
                 for exact in (True, False):
                     attention.attention._init_fn(query, keys, keys, seen, prompt, 1.0, exact)
-    return found
+    return recorded
 
 
 def _call(shape: Shape, rows: int) -> None:
@@ -186,9 +186,9 @@ def _call(shape: Shape, rows: int) -> None:
     def tensors(kernel: KernelTensors, **changed: int) -> Tensors:
         left_out = {"own"} if shape.rule == "rejection" else {"own", "draft"}
         return {
-            one.name: torch.empty([dim.of(sizes | changed) for dim in one.shape], dtype=one.dtype)
-            for one in kernel.tensors
-            if one.owner not in left_out
+            tensor.name: torch.empty([dim.of(sizes | changed) for dim in tensor.shape], dtype=tensor.dtype)
+            for tensor in kernel.tensors
+            if tensor.owner not in left_out
         }
 
     draft.begin(tensors(BEGIN), slots - 1, 4095)
@@ -205,16 +205,16 @@ def compiled(launch: Launch, capability: int) -> dict[str, object]:
     constant = {p.name for p in kernel.params if p.is_constexpr}
     special = {p.name for p in kernel.params if not p.do_not_specialize}  # as triton does at a launch
     signature, fixed, attributes = {}, {}, {}
-    for place, name in enumerate(kernel.arg_names):
+    for index, name in enumerate(kernel.arg_names):
         value = launch.arguments[name]
         if name in constant:
-            signature[name], fixed[(place,)] = "constexpr", value
+            signature[name], fixed[(index,)] = "constexpr", value
         elif isinstance(value, Tensor):
-            signature[name], attributes[(place,)] = "*" + TYPES[value.dtype], [["tt.divisibility", 16]]
+            signature[name], attributes[(index,)] = "*" + TYPES[value.dtype], [["tt.divisibility", 16]]
         else:
             signature[name] = "fp32" if isinstance(value, float) else "i32"
             if isinstance(value, int) and value % 16 == 0 and name in special:
-                attributes[(place,)] = [["tt.divisibility", 16]]
+                attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=fixed, attrs=attributes)
     made = triton.compile(
         source,
@@ -245,13 +245,13 @@ def compiled(launch: Launch, capability: int) -> dict[str, object]:
 def distinct() -> Iterator[tuple[str, Launch]]:
     """All launches that are compiled apart, and what they are for."""
     seen = set()
-    for use, found in (
+    for use, group in (
         *((repr(shape), launches(shape)) for shape in SHAPES),
         ("layer", layer_launches()),
         ("product", product_launches()),
         ("attention", attention_launches()),
     ):
-        for launch in found:
+        for launch in group:
             key = (
                 launch.kernel.__name__,
                 launch.warps,

@@ -81,7 +81,9 @@ def test_columns_of_flat_records() -> None:
     [first, second] = list(csv.DictReader(csv_record(row, result, METHOD).decode().splitlines(), BEAM_COLUMNS))
     assert (first["reasoning"], json.loads(first["tool_calls"])) == ("r", [{"name": "g", "arguments": "{}"}])
     assert (second["reasoning"], second["tool_calls"]) == ("", "")
-    assert [(one["reasoning"], one["tool_calls"]) for one in orjson.loads(parquet_record(row, result, METHOD))] == [
+    assert [
+        (record["reasoning"], record["tool_calls"]) for record in orjson.loads(parquet_record(row, result, METHOD))
+    ] == [
         ("r", '[{"name":"g","arguments":"{}"}]'),
         (None, None),
     ]
@@ -94,13 +96,13 @@ def test_a_chat_completion() -> None:
     assert (best.finish_reason, best.message.content) == ("tool_calls", None)
     assert best.message.model_extra == {"reasoning_content": "r"}
     calls = best.message.tool_calls or []
-    assert [(one.type, one.function.name, one.function.arguments) for one in calls] == [  # type: ignore[union-attr]
+    assert [(call.type, call.function.name, call.function.arguments) for call in calls] == [  # type: ignore[union-attr]
         ("function", "f", '{"a": 1}'),
         ("function", "g", "{}"),
     ]
-    ids = {one.id for one in calls}
+    ids = {call.id for call in calls}
     assert len(ids) == 2
-    assert all(len(one) == 9 and one.isalnum() for one in ids), "templates of Mistral accept no other ids"
+    assert all(len(call_id) == 9 and call_id.isalnum() for call_id in ids), "templates of Mistral accept no other ids"
     assert body_of(row, answered(row, text="", reasoning="r", tool_calls=CALLS)) == body
     assert (other.finish_reason, other.message.content, other.message.tool_calls) == ("stop", "u", None)
 
@@ -145,8 +147,8 @@ def test_a_response() -> None:
 
 def test_a_response_that_was_cut() -> None:
     row = row_of("openai-responses")
-    one = answered(row, text="", reasoning="r", finish_reason="length", reasoning_tokens=2)
-    response = Response.model_validate(body_of(row, replace(one, hypotheses=one.hypotheses[:1])))
+    cut = answered(row, text="", reasoning="r", finish_reason="length", reasoning_tokens=2)
+    response = Response.model_validate(body_of(row, replace(cut, hypotheses=cut.hypotheses[:1])))
     assert response.status == "incomplete"
     assert response.incomplete_details is not None
     assert response.incomplete_details.reason == "max_output_tokens"
@@ -168,6 +170,6 @@ def test_pick_reads_the_answers_alone(form: Form) -> None:
     for record in (native_record, openai_record):
         read = record_row(record(row, result, METHOD), index=0, number=1)
         assert read.error is None
-        assert [one.text for one in read.candidates] == ["t", "u"]
+        assert [candidate.text for candidate in read.candidates] == ["t", "u"]
     calls = record_row(openai_record(row, answered(row, text="", tool_calls=CALLS), METHOD), index=0, number=1)
-    assert [one.text for one in calls.candidates] == ["", "u"]
+    assert [candidate.text for candidate in calls.candidates] == ["", "u"]

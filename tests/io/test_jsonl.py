@@ -50,11 +50,11 @@ class Chunks(io.RawIOBase):
     def readinto(self, buffer: bytearray) -> int:
         self.reads += 1
         chunk = self.chunks.pop(0) if self.chunks else b""
-        given = min(len(chunk), len(buffer))
-        buffer[:given] = chunk[:given]
-        if given < len(chunk):
-            self.chunks.insert(0, chunk[given:])
-        return given
+        size = min(len(chunk), len(buffer))
+        buffer[:size] = chunk[:size]
+        if size < len(chunk):
+            self.chunks.insert(0, chunk[size:])
+        return size
 
 
 def chunked(*chunks: bytes) -> io.BufferedReader:

@@ -62,9 +62,9 @@ def test_a_response_format_is_a_grammar() -> None:
 
 def test_the_order_of_properties_is_part_of_a_row() -> None:
     """Answers have the properties in the order of the schema, so another order is another question."""
-    one, other = {"a": {}, "b": {}}, {"b": {}, "a": {}}
-    assert read(line(formatted(one))).key == read(line(formatted(dict(one)))).key
-    assert read(line(formatted(one))).key != read(line(formatted(other))).key
+    properties, other = {"a": {}, "b": {}}, {"b": {}, "a": {}}
+    assert read(line(formatted(properties))).key == read(line(formatted(dict(properties)))).key
+    assert read(line(formatted(properties))).key != read(line(formatted(other))).key
 
 
 def test_a_completion() -> None:
@@ -74,7 +74,7 @@ def test_a_completion() -> None:
 
 
 def test_what_says_nothing_is_passed_over_even_when_strict() -> None:
-    neutral = {name: one.neutral[0] for name, one in REFUSED_FIELDS.items() if one.neutral}
+    neutral = {name: field.neutral[0] for name, field in REFUSED_FIELDS.items() if field.neutral}
     nothing = dict.fromkeys(REFUSED_FIELDS)
     idle = {"user": "u", "store": True, "service_tier": "auto", "stream_options": {}, "parallel_tool_calls": True}
     for fields in (neutral, nothing, idle):

@@ -172,8 +172,8 @@ def response(line: bytes) -> dict[str, object]:
     assert record["id"].startswith("batch_req_")
     assert set(record["response"]) == {"status_code", "request_id", "body"}
     assert (record["response"]["status_code"] == 200) is (record["error"] is None)
-    found: dict[str, object] = record["response"]
-    return found
+    response: dict[str, object] = record["response"]
+    return response
 
 
 def test_completions_are_read_by_the_types_of_the_client() -> None:
@@ -192,7 +192,7 @@ def test_completions_are_read_by_the_types_of_the_client() -> None:
 def test_answer_id_and_valid_stand_in_choices_too() -> None:
     row = row_of(prompt=None, messages=[{"role": "user", "content": "hi"}])
     body = response(openai_record(row, answered(row, answer_id=0, valid=False), METHOD))["body"]
-    assert [(one["answer_id"], one["valid"]) for one in body["choices"]] == [(0, False)] * 2
+    assert [(choice["answer_id"], choice["valid"]) for choice in body["choices"]] == [(0, False)] * 2
     assert ChatCompletion.model_validate(body).choices[0].message.content == "t"
     plain = response(openai_record(row, answered(row), METHOD))["body"]["choices"][0]
     assert not {"answer_id", "valid"} & set(plain)
@@ -312,12 +312,12 @@ def test_openai_types_parse_the_log_probabilities() -> None:
     chat = {"messages": [{"role": "user", "content": "p"}], "prompt": None, "logprobs": True, "top_logprobs": 2}
     row = row_of(**chat)
     body = orjson.loads(openai_record(row, answered(row, tokens=TOKENS), METHOD))["response"]["body"]
-    found = ChatCompletion.model_validate(body, strict=True).choices[0].logprobs
-    assert found is not None
-    assert found.content is not None
-    assert [item.logprob for item in found.content] == [-0.5, -0.25, 0.0]
-    assert b"".join(bytes(item.bytes or []) for item in found.content).decode() == "caf\u00e9"
-    assert [item.token for item in found.content[0].top_logprobs] == ["caf", "t"]
+    logprobs = ChatCompletion.model_validate(body, strict=True).choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    assert [item.logprob for item in logprobs.content] == [-0.5, -0.25, 0.0]
+    assert b"".join(bytes(item.bytes or []) for item in logprobs.content).decode() == "caf\u00e9"
+    assert [item.token for item in logprobs.content[0].top_logprobs] == ["caf", "t"]
     row = row_of(logprobs=2)
     body = orjson.loads(openai_record(row, answered(row, tokens=TOKENS), METHOD))["response"]["body"]
     parts = Completion.model_validate(body, strict=True).choices[0].logprobs

@@ -422,9 +422,9 @@ def test_a_schema_of_many_rows_is_checked_once(monkeypatch: pytest.MonkeyPatch) 
 def test_what_is_kept_of_rows_is_small() -> None:
     """Guards memory, as a field can have megabytes."""
     reader = replace(RUN)
-    for one in range(3):
-        row = {"prompt": "p", "prefix": "x" * 9000 + str(one), "y" * 9000 + str(one): 1}
+    for number in range(3):
+        row = {"prompt": "p", "prefix": "x" * 9000 + str(number), "y" * 9000 + str(number): 1}
         assert reader.read(json.dumps(row).encode(), index=0, number=1).error is None
     assert not reader._known_sampling
     assert len(reader._warned) == 3
-    assert all(type(one) is int for one in reader._warned)
+    assert all(type(key) is int for key in reader._warned)

@@ -88,7 +88,7 @@ def test_the_table_has_every_name() -> None:
     names = [*openai, *config, *" ".join((VLLM, SGLANG, TGI, OTHERS)).split()]
     assert len(config) > 50
     assert {name for name in names if name not in EVERY} == set()
-    of_responses = {*EVERY, *(one.name for one in RESPONSES), *REFUSED_IN_RESPONSES}
+    of_responses = {*EVERY, *(field.name for field in RESPONSES), *REFUSED_IN_RESPONSES}
     assert set(responses.ResponseCreateParamsBase.__annotations__) - of_responses == set()
 
 
@@ -264,7 +264,7 @@ ASSISTANT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": 
 
 
 def test_every_field_is_looked_at() -> None:
-    assert {one.name for one in NAMED.values()} == ASKED.keys() | APART
+    assert {field.name for field in NAMED.values()} == ASKED.keys() | APART
 
 
 def messages_for(name: str) -> list[dict[str, str]]:
@@ -285,8 +285,8 @@ def held(holder: str) -> Callable[[str, dict[str, Any]], dict[str, Any]]:
 def body(url: str, source: dict[str, Any]) -> Callable[[str, dict[str, Any]], dict[str, Any]]:
     def made(name: str, fields: dict[str, Any]) -> dict[str, Any]:
         told = messages_for(name) if url != "/v1/completions" else None
-        given = {key: told if told and key in ("messages", "input") else value for key, value in source.items()}
-        return {"custom_id": "x", "method": "POST", "url": url, "body": {**given, **fields}}
+        replaced = {key: told if told and key in ("messages", "input") else value for key, value in source.items()}
+        return {"custom_id": "x", "method": "POST", "url": url, "body": {**replaced, **fields}}
 
     return made
 
@@ -329,8 +329,8 @@ def of_row(row: object) -> Request:
 CASES = [
     (form, name)
     for form in FORMS
-    for name, one in NAMED.items()
-    if one.name in ASKED and one.name not in NOT_IN.get(form, ())
+    for name, field in NAMED.items()
+    if field.name in ASKED and field.name not in NOT_IN.get(form, ())
 ]
 
 
@@ -356,18 +356,18 @@ def test_a_field_that_cannot_be_honoured_is_the_rows_error(form: str, name: str)
     inside = form if form in CONTAINERS else {"extra_body of chat": "body.extra_body", "flat": ""}.get(form, "body")
     got = read(row)
     assert got.request is None
-    place = f"{inside}.{name}".removeprefix(".")
+    path = f"{inside}.{name}".removeprefix(".")
     assert (
         str(got.error)
-        == f"line 1: {place} is {{'some': 'value'}}, which is not supported ({REFUSED[name].use}): drop it"
+        == f"line 1: {path} is {{'some': 'value'}}, which is not supported ({REFUSED[name].use}): drop it"
     )
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_values_that_change_nothing_are_as_good_as_none(form: str) -> None:
     plain = FORMS[form]("temperature", {})
-    neutral = {name: value for name, one in REFUSED.items() for value in one.neutral[:1]}
-    neutral |= {name: value for name, one in NAMED.items() for value in one.neutral[:1]}
+    neutral = {name: value for name, field in REFUSED.items() for value in field.neutral[:1]}
+    neutral |= {name: value for name, field in NAMED.items() for value in field.neutral[:1]}
     nothing = dict.fromkeys(sorted(EVERY - SOURCES - {*CONTAINERS}))
     for fields in (neutral, nothing, {name: {"any": ["value"]} for name in WITHOUT_EFFECT}):
         got = read(FORMS[form]("temperature", fields))
@@ -409,8 +409,8 @@ def test_a_column_is_honoured(name: str, tmp_path: Path) -> None:
         # 1.0 is 1 in a table, as pandas writes integers beside empty cells
         assert named.key == wanted.key or (isinstance(value, float) and value.is_integer())
         if all("_" in column for column in row.keys() - SOURCES):
-            [found] = rows_of_table(tmp_path / "in.csv", row, ColumnRules())
-            assert (found.error, found.request, found.key) == (None, wanted.request, named.key)
+            [parsed] = rows_of_table(tmp_path / "in.csv", row, ColumnRules())
+            assert (parsed.error, parsed.request, parsed.key) == (None, wanted.request, named.key)
 
 
 def test_columns_that_no_row_has_a_field_for_are_carried_and_told(tmp_path: Path) -> None:
@@ -447,10 +447,10 @@ def test_rows_that_differ_in_one_field_have_different_keys(data: st.DataObject) 
         rows = rows[:1]
     asked = [json.dumps(ASKED[name][0](request), default=str) for row in rows if (request := read(row).request)]
     keys = [read(row).key for row in rows]
-    for place, key in enumerate(keys):
-        for other in range(place):
-            if asked[place] != asked[other]:
-                assert key != keys[other], (rows[place], rows[other])
+    for index, key in enumerate(keys):
+        for other in range(index):
+            if asked[index] != asked[other]:
+                assert key != keys[other], (rows[index], rows[other])
 
 
 @pytest.mark.parametrize("name", ALIASES)
@@ -466,7 +466,7 @@ def test_another_name_asks_for_the_same(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("form", "other"),
     [
         ({"guided_json": SCHEMA}, {"response_format": JSON}),
         ({"json_schema": json.dumps(SCHEMA)}, {"response_format": JSON}),
@@ -481,19 +481,22 @@ def test_another_name_asks_for_the_same(name: str) -> None:
         ({"best_of": 4}, {}),
     ],
 )
-def test_forms_of_the_same_have_the_same_key(one: dict[str, object], other: dict[str, object]) -> None:
-    assert read(flat("temperature", one)).key == read(flat("temperature", other)).key
-    assert of_row(flat("temperature", one)) == of_row(flat("temperature", other))
+def test_forms_of_the_same_have_the_same_key(form: dict[str, object], other: dict[str, object]) -> None:
+    assert read(flat("temperature", form)).key == read(flat("temperature", other)).key
+    assert of_row(flat("temperature", form)) == of_row(flat("temperature", other))
 
 
 def test_the_order_of_what_a_template_writes_is_asked_for_too() -> None:
     """Of a function's parameters, and of the arguments of a call."""
     parameters = [{"a": {}, "b": {}}, {"b": {}, "a": {}}]
-    tools = [[{"type": "function", "function": {"name": "f", "parameters": {"properties": one}}}] for one in parameters]
-    assert len({read(flat("tools", {"tools": one})).key for one in tools}) == 2
-    calls = [[{"function": {"name": "f", "arguments": one}}] for one in parameters]
-    chats_of = [[ASSISTANT[0], {"role": "assistant", "tool_calls": one}, ASSISTANT[0]] for one in calls]
-    assert len({read({"messages": one}).key for one in chats_of}) == 2
+    tools = [
+        [{"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}]
+        for properties in parameters
+    ]
+    assert len({read(flat("tools", {"tools": functions})).key for functions in tools}) == 2
+    calls = [[{"function": {"name": "f", "arguments": arguments}}] for arguments in parameters]
+    chats_of = [[ASSISTANT[0], {"role": "assistant", "tool_calls": tool_calls}, ASSISTANT[0]] for tool_calls in calls]
+    assert len({read({"messages": messages}).key for messages in chats_of}) == 2
 
 
 # What only agrees

@@ -195,8 +195,8 @@ def test_steps_of_a_row_without_a_record_are_cut(tmp_path: Path) -> None:
     done = DoneRows()
     done.add("a", "k", failed=False)
     steps = [
-        json.dumps(STEP | {"id": row_id, "iteration": place}, separators=(",", ":")).encode() + b"\n"
-        for place, row_id in enumerate("aabb")
+        json.dumps(STEP | {"id": row_id, "iteration": iteration}, separators=(",", ":")).encode() + b"\n"
+        for iteration, row_id in enumerate("aabb")
     ]
     with opened(tmp_path / "steps", b"".join(steps) + b'{"schema":"dsbd.step/1","id"') as stream:
         assert finished_steps(stream, Path("steps"), done) == len(b"".join(steps[:2]))
@@ -211,7 +211,7 @@ def test_steps_are_cut_behind_the_last_row_with_a_record(
     done = DoneRows()
     done.add("a", "k", failed=False)
     lines = [
-        json.dumps(STEP | {"id": row_id, "x": "y" * place}).encode() + b"\n" for place, row_id in enumerate("bbab" * 3)
+        json.dumps(STEP | {"id": row_id, "x": "y" * size}).encode() + b"\n" for size, row_id in enumerate("bbab" * 3)
     ]
     for kept in (0, 3, 11):
         held = b"".join(lines[:kept] + [line for line in lines[kept:] if b'"b"' in line])
@@ -244,9 +244,9 @@ class _Counted(io.FileIO):
         self.bytes = 0
 
     def read(self, size: int | None = -1, /) -> bytes:
-        found = super().read(size) or b""
-        self.bytes += len(found)
-        return found
+        data = super().read(size) or b""
+        self.bytes += len(data)
+        return data
 
 
 def test_the_lock_ends_with_its_process(tmp_path: Path) -> None:

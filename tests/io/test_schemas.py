@@ -68,35 +68,35 @@ def test_a_schema_is_whole_and_says_its_number(name: str) -> None:
 def test_every_setting_of_a_rule_or_a_drafter_is_in_the_schema_of_records() -> None:
     method = OUTPUT.schema()["$defs"]["method"]["properties"]  # type: ignore[index]
     every = (*RULES.values(), *WIDTHS.values(), *DRAFTERS.values(), FUSION)
-    assert {one.field for variant in every for one in variant.settings} <= method.keys()
+    assert {setting.field for variant in every for setting in variant.settings} <= method.keys()
 
 
 def open_objects(schema: Any) -> list[str]:
     """Return places of objects whose other fields nothing is said of. Parts count as what they are parts of."""
-    found: list[str] = []
+    paths: list[str] = []
 
     def whole(node: Any) -> Any:
         return {**schema["$defs"][node["$ref"].rsplit("/", 1)[1]], **node} if "$ref" in node else node
 
-    def walk(place: str, node: Any, closed: bool) -> None:
+    def walk(path: str, node: Any, closed: bool) -> None:
         node = whole(node)
         others = node.get("unevaluatedProperties", node.get("additionalProperties"))
-        parts = [whole(one) for one in node.get("allOf", ())]
-        closed = closed or others is not None or any("additionalProperties" in one for one in parts)
+        parts = [whole(part) for part in node.get("allOf", ())]
+        closed = closed or others is not None or any("additionalProperties" in part for part in parts)
         if not closed and "properties" in node:
-            found.append(place)
+            paths.append(path)
         for part in ("allOf", "anyOf", "oneOf"):
-            for one in node.get(part, ()):
-                walk(place, one, closed)
-        for name, one in node.get("properties", {}).items():
-            if isinstance(one, dict):
-                walk(f"{place}.{name}", one, False)
+            for child in node.get(part, ()):
+                walk(path, child, closed)
+        for name, child in node.get("properties", {}).items():
+            if isinstance(child, dict):
+                walk(f"{path}.{name}", child, False)
         for below in (node.get("items"), others):
             if isinstance(below, dict):
-                walk(f"{place}[]", below, False)
+                walk(f"{path}[]", below, False)
 
     walk("", schema, False)
-    return found
+    return paths
 
 
 @pytest.mark.parametrize("name", sorted(CONTRACTS.keys() - {"input"}))
@@ -118,10 +118,10 @@ def test_a_line_that_does_not_fit_fails_the_test_that_wrote_it(here: bool, fault
         STEP.line({"schema": "dsbd.step/1", "id": 5})
     else:
         subprocess.run([sys.executable, "-c", BAD], check=True)
-    found = faults_file.read_text(encoding="utf-8")
+    faults = faults_file.read_text(encoding="utf-8")
     faults_file.unlink()  # else this test would fail
-    assert "not as `dsbd schema step` says" in found
-    assert '"iteration" is a required property' in found
+    assert "not as `dsbd schema step` says" in faults
+    assert '"iteration" is a required property' in faults
 
 
 def test_a_row_that_the_reader_takes_and_the_schema_does_not_is_found(
@@ -266,13 +266,13 @@ CHANGES: list[tuple[str, Callable[[Any], object], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("change", "said"), [one[1:] for one in CHANGES], ids=[one[0] for one in CHANGES])
+@pytest.mark.parametrize(("change", "said"), [change[1:] for change in CHANGES], ids=[change[0] for change in CHANGES])
 def test_a_change_of_meaning_needs_a_new_number(change: Callable[[Any], None], said: str) -> None:
     lock = {STEP.id: fields_of(STEP.schema())}
     [fault] = broken_promises(lock, changed(change), "0.2.0")
     assert fault.startswith(f"dsbd.step/1: {said}")
     later = broken_promises(lock, changed(change, number=2), "0.2.0")
-    assert [one for one in later if "without a version of warning" not in one] == []
+    assert [line for line in later if "without a version of warning" not in line] == []
     assert bool(later) == ("is gone" in said)
 
 
@@ -383,31 +383,31 @@ def written(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     monkeypatch.setattr(messages, "_json", True)
     lines["log, words"] = messages._formatted("é\n ü", "warning", "row_failed", {}).encode()
     lines["log, numbers"] = messages._formatted("", "info", "summary", totals.numbers()).encode()
-    found: dict[str, Any] = {name: orjson.loads(line) for name, line in lines.items()}
+    records: dict[str, Any] = {name: orjson.loads(line) for name, line in lines.items()}
     for name in ("openai, completion", "openai, chat"):
-        del found[name]["response"]["body"]["system_fingerprint"]  # of all settings, new ones too
-    return found
+        del records[name]["response"]["body"]["system_fingerprint"]  # of all settings, new ones too
+    return records
 
 
-def same_as_before(before: object, now: object, place: str) -> list[str]:
+def same_as_before(before: object, now: object, path: str) -> list[str]:
     """Return where a value is not what it was. What is new is nothing of it."""
     if isinstance(before, dict) and isinstance(now, dict):
-        found = [f"{place}.{name} is gone" for name in before.keys() - now.keys()]
+        changes = [f"{path}.{name} is gone" for name in before.keys() - now.keys()]
         for name in before.keys() & now.keys():
-            found += same_as_before(before[name], now[name], f"{place}.{name}")
-        return found
+            changes += same_as_before(before[name], now[name], f"{path}.{name}")
+        return changes
     if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
         pairs = enumerate(zip(before, now, strict=True))
-        return [one for number, pair in pairs for one in same_as_before(*pair, f"{place}[{number}]")]
-    return [] if before == now and type(before) is type(now) else [f"{place} was {before!r} and is {now!r}"]
+        return [change for number, pair in pairs for change in same_as_before(*pair, f"{path}[{number}]")]
+    return [] if before == now and type(before) is type(now) else [f"{path} was {before!r} and is {now!r}"]
 
 
 def test_a_field_means_what_it_meant_under_this_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards readers against a unit, a sign or a count that changes while its description does not."""
-    found = written(monkeypatch)
+    records = written(monkeypatch)
     golden = json.loads(GOLDEN.read_text(encoding="utf-8"))
-    assert golden.keys() == found.keys()
-    assert same_as_before(golden, found, "") == []
+    assert golden.keys() == records.keys()
+    assert same_as_before(golden, records, "") == []
 
 
 if __name__ == "__main__":  # after a number has moved

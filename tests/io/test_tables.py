@@ -45,8 +45,8 @@ def read(
 def carried(line: object) -> dict[str, object]:
     """The cells of a row that are no fields."""
     assert isinstance(line, TableRow)
-    found: dict[str, object] = json.loads(line.carried)
-    return found
+    fields: dict[str, object] = json.loads(line.carried)
+    return fields
 
 
 def test_rows_have_the_number_of_their_first_line() -> None:
@@ -89,7 +89,7 @@ def test_what_csv_writes_is_read_as_it_was(rows: list[tuple[str, str]], end: str
     writer = csv.writer(text, lineterminator=end, quoting=csv.QUOTE_ALL)
     writer.writerows([("id", "prompt"), *rows])
     wanted = [{name: cell for name, cell in zip(("id", "prompt"), row, strict=True) if cell} for row in rows]
-    assert [found for _, found in read(text.getvalue().encode())] == wanted
+    assert [row for _, row in read(text.getvalue().encode())] == wanted
 
 
 PIECES = [b'"', b",", b"\n", b"\r", b"a", b"\xff", b"\0", b"x" * 30]
@@ -98,11 +98,11 @@ PIECES = [b'"', b",", b"\n", b"\r", b"a", b"\xff", b"\0", b"x" * 30]
 @given(st.lists(st.sampled_from(PIECES), max_size=40).map(b"".join))
 def test_no_bytes_raise_and_every_row_has_its_line(rows: bytes) -> None:
     """A row begins on the line that it names, behind all lines of the row before."""
-    found = list(read_csv(io.BytesIO(b"id,prompt\n" + rows), name="t.csv", limit=50))
-    numbers = [number for number, _ in found]
+    lines = list(read_csv(io.BytesIO(b"id,prompt\n" + rows), name="t.csv", limit=50))
+    numbers = [number for number, _ in lines]
     assert numbers == sorted(set(numbers))
     assert all(2 <= number <= 2 + rows.count(b"\n") for number in numbers)
-    assert not any(isinstance(line, TableRow) and len(json.loads(line.line)) > 2 for _, line in found)
+    assert not any(isinstance(line, TableRow) and len(json.loads(line.line)) > 2 for _, line in lines)
 
 
 CELLS: list[tuple[str, str, object]] = [
@@ -141,8 +141,8 @@ def test_the_type_of_a_cell(name: str, cell: str, value: object) -> None:
     """Types as well: 1 == True."""
     text = io.StringIO()
     csv.writer(text).writerows([("audio", "column"), ("-", cell)])
-    [(_, found)] = read(text.getvalue().encode(), rules=ColumnRules({"audio": "audio", name: "column"}))
-    assert json.dumps(found[name]) == json.dumps(value)  # type: ignore[index]
+    [(_, cells)] = read(text.getvalue().encode(), rules=ColumnRules({"audio": "audio", name: "column"}))
+    assert json.dumps(cells[name]) == json.dumps(value)  # type: ignore[index]
 
 
 BUSINESS = ("n", "language", "stop", "max_tokens", "prefix", "allow", "logprobs", "stream", "suffix", "echo", "user")
@@ -181,14 +181,14 @@ ROLES: list[tuple[str, str | None, str, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("header", "given", "fields", "others", "unused"), ROLES)
-def test_which_columns_are_fields(header: str, given: str | None, fields: str, others: str, unused: str) -> None:
+@pytest.mark.parametrize(("header", "rules", "fields", "others", "unused"), ROLES)
+def test_which_columns_are_fields(header: str, rules: str | None, fields: str, others: str, unused: str) -> None:
     [names], [wanted] = csv.reader([header], skipinitialspace=True), csv.reader([fields])
-    found = columns_of(names, column_rules(given))
+    columns = columns_of(names, column_rules(rules))
     pairs = [item.partition("=") for item in wanted]
-    assert dict(found.fields) == {name: column if equals else name for name, equals, column in pairs}
-    assert ",".join(found.carried) == others
-    assert ",".join(found.unused.values()) == unused
+    assert dict(columns.fields) == {name: column if equals else name for name, equals, column in pairs}
+    assert ",".join(columns.carried) == others
+    assert ",".join(columns.unused.values()) == unused
 
 
 BAD_RULES = [
@@ -202,15 +202,15 @@ BAD_RULES = [
 ]
 
 
-@pytest.mark.parametrize(("given", "message"), BAD_RULES)
-def test_rules_of_columns_that_cannot_be_used(given: str, message: str) -> None:
+@pytest.mark.parametrize(("rules", "message"), BAD_RULES)
+def test_rules_of_columns_that_cannot_be_used(rules: str, message: str) -> None:
     with pytest.raises(UsageError, match="--set columns") as refused:
-        column_rules(given)
+        column_rules(rules)
     assert message in str(refused.value)
 
 
 @pytest.mark.parametrize(
-    ("given", "strict", "message"),
+    ("rules", "strict", "message"),
     [
         (
             "prompt=text",
@@ -222,9 +222,9 @@ def test_rules_of_columns_that_cannot_be_used(given: str, message: str) -> None:
         ("prompt=question,id=", True, "the column 'id' is no field, which --input-format strict refuses"),
     ],
 )
-def test_columns_that_no_row_can_be_made_of(given: str | None, strict: bool, message: str) -> None:
+def test_columns_that_no_row_can_be_made_of(rules: str | None, strict: bool, message: str) -> None:
     with pytest.raises(UsageError) as refused:
-        columns_of(["question", "id"], column_rules(given, strict=strict))
+        columns_of(["question", "id"], column_rules(rules, strict=strict))
     assert message in str(refused.value)
 
 
@@ -234,11 +234,11 @@ def test_other_cells_are_metadata_and_ask_for_nothing(tmp_path: Path) -> None:
         (tmp_path / name).write_text(
             f'prompt,metadata,note,empty\np,"{{""note"": 1, ""k"": 2}}",{note},\nq,text,{note},\n'
         )
-    one, other = rows_of(tmp_path / "a.csv"), rows_of(tmp_path / "b.csv")
-    assert [row.metadata for row in one] == [{"note": "x", "k": 2}, {"metadata": "text", "note": "x"}]
-    assert [row.key for row in one] == [row.key for row in other]
+    rows, other = rows_of(tmp_path / "a.csv"), rows_of(tmp_path / "b.csv")
+    assert [row.metadata for row in rows] == [{"note": "x", "k": 2}, {"metadata": "text", "note": "x"}]
+    assert [row.key for row in rows] == [row.key for row in other]
     (tmp_path / "c.jsonl").write_text('{"prompt": "p", "metadata": {"note": 1, "k": 2}}\n')
-    assert rows_of(tmp_path / "c.jsonl")[0].key == one[0].key
+    assert rows_of(tmp_path / "c.jsonl")[0].key == rows[0].key
 
 
 def test_messages_name_the_column(tmp_path: Path) -> None:
@@ -270,10 +270,10 @@ def test_a_row_that_cannot_be_read_has_its_own_id_or_none(
     """The first cell is surely that of its column. Without a column of ids a row's number is its id."""
     path = tmp_path / "in.csv"
     path.write_bytes("\n".join((header, *rows, "")).encode("utf-8", "surrogateescape"))
-    found = rows_of(path)
-    assert [row.id for row in found] == ids
-    assert not any(row.request for row in found)
-    assert len({row.key for row in found}) == len(found)
+    read_rows = rows_of(path)
+    assert [row.id for row in read_rows] == ids
+    assert not any(row.request for row in read_rows)
+    assert len({row.key for row in read_rows}) == len(read_rows)
 
 
 def test_a_row_of_parquet_that_cannot_be_read_has_its_id(tmp_path: Path) -> None:
@@ -312,7 +312,7 @@ def rows_of(path: Path, rules: ColumnRules = BY_NAME) -> list[Row]:
     reader = RowReader(files_root="/")
     with path.open("rb") as stream:
         lines = list(lines_reader(path, rules)(stream))
-    return [reader.read(line, index=place, number=number) for place, (number, line) in enumerate(lines)]
+    return [reader.read(line, index=index, number=number) for index, (number, line) in enumerate(lines)]
 
 
 def test_all_forms_of_a_row_ask_for_the_same(tmp_path: Path) -> None:
@@ -440,8 +440,8 @@ def test_a_file_that_is_no_table_is_refused(
 
 
 def table_rows(path: Path) -> list[dict[str, object]]:
-    found: list[dict[str, object]] = pyarrow.parquet.read_table(path).to_pylist()
-    return found
+    rows: list[dict[str, object]] = pyarrow.parquet.read_table(path).to_pylist()
+    return rows
 
 
 def line_of(number: int, text: str) -> bytes:
@@ -461,9 +461,9 @@ def test_row_groups_are_written_as_they_come(tmp_path: Path) -> None:
     assert held > 4
     writer.close()
     writer.close()
-    found = table_rows(path)
-    assert [(row["text"], row["score"]) for row in found[::2]] == [(f"{text}{n}", -n / 3) for n in range(6)]
-    assert found[1] == {"id": "e", "rank": None, "text": None, "score": None}
+    written = table_rows(path)
+    assert [(row["text"], row["score"]) for row in written[::2]] == [(f"{text}{n}", -n / 3) for n in range(6)]
+    assert written[1] == {"id": "e", "rank": None, "text": None, "score": None}
     assert pyarrow.parquet.ParquetFile(path).num_row_groups == 2
     empty = TableWriter(io.FileIO(path, "wb"), str(path), COLUMNS)
     empty.close()

@@ -97,9 +97,9 @@ def tokens(*shape: int, seed: int = 0) -> Tensor:
     return torch.randint(3, V, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def apart(found: Tensor, wanted: Tensor) -> float:
+def apart(computed: Tensor, wanted: Tensor) -> float:
     """Root mean square of the difference, in standard deviations of what is wanted."""
-    return float((found.float() - wanted.float()).square().mean().sqrt() / wanted.float().std())
+    return float((computed.float() - wanted.float()).square().mean().sqrt() / wanted.float().std())
 
 
 # Equality with transformers
@@ -163,27 +163,27 @@ def test_beams_and_scores_are_those_of_transformers(name: str, loaded: Loads) ->
         sampling = SamplingConfig(max_new_tokens=new, n_best=beams, early_stopping=False, length_penalty=1.0)
         requests = [Request(prompt_ids=tuple(prompt), sampling=sampling) for prompt in PROMPTS]
         for result, (rows, scores) in zip(engine.run(requests), wanted, strict=True):
-            assert [list(one.token_ids) for one in result.hypotheses] == rows
-            assert [one.score for one in result.hypotheses] == pytest.approx(scores, abs=2e-4)
+            assert [list(beam.token_ids) for beam in result.hypotheses] == rows
+            assert [beam.score for beam in result.hypotheses] == pytest.approx(scores, abs=2e-4)
 
 
 def until(row: list[int], ends: list[int]) -> list[int]:
     """Token ids up to and with the first end token."""
-    return row[: next((place + 1 for place, token in enumerate(row) if token in ends), len(row))]
+    return row[: next((position + 1 for position, token in enumerate(row) if token in ends), len(row))]
 
 
 @pytest.mark.parametrize("name", DECODERS)
 @pytest.mark.parametrize("programs", [True, False])
 def test_hidden_states_are_those_of_transformers(name: str, programs: bool, loaded: Loads) -> None:
     """After no, one and all layers; the last one before its norm, which transformers has normalised."""
-    known, theirs = loaded(name)
+    ours, theirs = loaded(name)
     last: list[Tensor] = []
-    hook = theirs.model.norm.register_forward_pre_hook(lambda module, given: last.append(given[0]))
+    hook = theirs.model.norm.register_forward_pre_hook(lambda module, inputs: last.append(inputs[0]))
     ids = tokens(1, 12)
     with torch.inference_mode():
         wanted = theirs(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
     hook.remove()
-    forest = DecoderForestModel(known.decoder, name, known.settings)
+    forest = DecoderForestModel(ours.decoder, name, ours.settings)
     taken: list[Tensor] = []
 
     def fuse(states: list[Tensor]) -> Tensor:
@@ -195,8 +195,8 @@ def test_hidden_states_are_those_of_transformers(name: str, programs: bool, load
         for _ in range(2):  # a program is run when it is built, and again
             forest.reserve(1, 64)
             forest.forward(chain(ids))
-            for found, expected in zip(taken, (wanted[0], wanted[1], last[0]), strict=True):
-                torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+            for state, expected in zip(taken, (wanted[0], wanted[1], last[0]), strict=True):
+                torch.testing.assert_close(state, expected, rtol=1e-4, atol=1e-4)
     forest.release()
 
 
@@ -234,25 +234,25 @@ def test_a_setting_that_is_not_known_falls_back(fields: dict[str, Any], said: st
     assert report.notes == ()
 
 
-@pytest.mark.parametrize("given", [{"rope_theta": "x"}, {"rope_type": "yarn", "rope_theta": 1e4, "factor": "x"}])
-def test_a_setting_of_a_wrong_type_is_one_line(given: dict[str, Any], folder: Path) -> None:
+@pytest.mark.parametrize("settings", [{"rope_theta": "x"}, {"rope_type": "yarn", "rope_theta": 1e4, "factor": "x"}])
+def test_a_setting_of_a_wrong_type_is_one_line(settings: dict[str, Any], folder: Path) -> None:
     """Guards a traceback of our decoder: transformers says what is wrong."""
-    changed(folder, rope_parameters={"rope_type": "default", **given})
+    changed(folder, rope_parameters={"rope_type": "default", **settings})
     with pytest.raises(ModelError, match="cannot be loaded: "):
         load_model(Checkpoint.open(spec_for(folder)))
 
 
 @pytest.mark.parametrize("fields", [{"sliding_window": None}, {"query_pre_attn_scalar": -1}])
 def test_settings_with_which_no_forward_runs_are_one_line(fields: dict[str, Any], tmp_path: Path) -> None:
-    place = changed(save(tmp_path, "gemma2 window"), **fields)
+    folder = changed(save(tmp_path, "gemma2 window"), **fields)
     with pytest.raises(UnsupportedModelError, match=r"target model .*: Gemma2ForCausalLM .*"):
-        load_model(Checkpoint.open(spec_for(place)))
+        load_model(Checkpoint.open(spec_for(folder)))
 
 
 def test_a_list_of_more_layers_than_there_are(tmp_path: Path) -> None:
     """As in a checkpoint that has lost its last layers. Guards a traceback."""
-    place = changed(save_decoder(tmp_path, build_decoder("smollm3")), no_rope_layers=[1, 0, 1, 1, 0, 1])
-    assert decoder_of(place).decoder.config.rotary == (0, 1, 0)
+    folder = changed(save_decoder(tmp_path, build_decoder("smollm3")), no_rope_layers=[1, 0, 1, 1, 0, 1])
+    assert decoder_of(folder).decoder.config.rotary == (0, 1, 0)
 
 
 @pytest.mark.parametrize("part", [-1.0, 3.0])
@@ -369,7 +369,7 @@ def test_a_trimmed_draft(folder: Path, tmp_path: Path) -> None:
     from dsbd_cli.train.trim import trim
 
     trim(spec_for(folder, "draft"), tmp_path / "small", Counter(dict.fromkeys(range(5, 20), 1)), size=20)
-    full, small = (decoder_of(place, role="draft") for place in (folder, tmp_path / "small"))
+    full, small = (decoder_of(path, role="draft") for path in (folder, tmp_path / "small"))
     assert small.lm_head_ids is not None
     assert len(small.lm_head_ids) == 20
     assert small.vocab_size == V
@@ -410,8 +410,8 @@ def answers(
     """Token ids and log-probabilities of all beams, to the last bit."""
     engine = Engine(target, draft, NumberCodec(V, (2,)), method, batch_size=batch_size or len(prompts))
     sampling = SamplingConfig(max_new_tokens=new, n_best=method.num_beams)
-    found = engine.run([Request(prompt_ids=tuple(one), sampling=sampling) for one in prompts])
-    return [[(one.token_ids, one.logprob) for one in result.hypotheses] for result in found]
+    results = engine.run([Request(prompt_ids=tuple(prompt), sampling=sampling) for prompt in prompts])
+    return [[(beam.token_ids, beam.logprob) for beam in result.hypotheses] for result in results]
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -443,22 +443,22 @@ def test_drafts_by_the_kernel_are_those_by_masks(name: str, loaded: Loads, monke
             return forward(batch, logits=logits)
         within += bool((batch.positions[:, : batch.late] < starts[: len(batch.tokens), None]).any())
         masked = forward(replace(batch, prompt_slots=None))
-        found = forward(batch)
+        direct = forward(batch)
         assert masked is not None
-        assert found is not None
+        assert direct is not None
         real = batch.slots < batch.mask.shape[-1]  # tokens of a backlog that do not exist are written elsewhere
-        errors.append(apart(found[real], masked[real]))
-        return found
+        errors.append(apart(direct[real], masked[real]))
+        return direct
 
     monkeypatch.setattr(draft, "forward", compared)
     lengths = (129, 97, 65)  # all tokens but the last fill whole steps of prompt slots
     starts = torch.tensor(lengths) - 1
-    given = [Request(prompt_ids=tuple(prompt(length, length))) for length in lengths]
+    requests = [Request(prompt_ids=tuple(prompt(length, length))) for length in lengths]
     method = MethodConfig(rule="search", num_beams=3, depth=2, drafts_per_layer=6)
     engine = Engine(target, draft, NumberCodec(V, (2,)), method, batch_size=3)
     for seed in range(4):
         engine._planner = RandomPlanner(seed, 2, 6, gated=False)
-        list(engine.run(given))
+        list(engine.run(requests))
     assert len(errors) > 40
     assert within > 3, "no backlog reached into a prompt"
     assert max(errors) <= 1e-5
@@ -471,12 +471,12 @@ def test_programs_give_the_bits_of_plain_forwards(name: str, changes: dict[str, 
     """A short prompt, all of whose slots are suffix; a long one with prompt slots; rows with different numbers of
     these. Layers with a window see a part of them."""
     target, _ = loaded(name, **changes)
-    for given in ([prompt(9)], [prompt(150)], [prompt(70, 1), prompt(131, 2), prompt(20, 3)]):
+    for prompts in ([prompt(9)], [prompt(150)], [prompt(70, 1), prompt(131, 2), prompt(20, 3)]):
         target.release()
         with eager(target):
-            wanted = answers(target, given, SEARCH, new=9)
+            wanted = answers(target, prompts, SEARCH, new=9)
             assert not target._programs
-        assert answers(target, given, SEARCH, new=9) == wanted
+        assert answers(target, prompts, SEARCH, new=9) == wanted
         assert target._programs
 
 
@@ -487,10 +487,10 @@ def test_programs_of_bfloat16(name: str, tmp_path: Path) -> None:
     if not packing_works(torch.bfloat16):
         pytest.skip("this machine packs no products of bfloat16")
     target = decoder_of(save_decoder(tmp_path / "model", build_decoder(name), torch.bfloat16), dtype="bfloat16")
-    given = [prompt(70, 1), prompt(131, 2)]
+    prompts = [prompt(70, 1), prompt(131, 2)]
     with eager(target):
-        wanted = answers(target, given, SEARCH)
-    assert answers(target, given, SEARCH) == wanted
+        wanted = answers(target, prompts, SEARCH)
+    assert answers(target, prompts, SEARCH) == wanted
     assert target._programs
 
 
@@ -509,12 +509,12 @@ def test_programs_of_drafts_and_trees(invariant: bool, loaded: Loads, monkeypatc
         monkeypatch.setattr(kind, "key", noted(kind.key))
     monkeypatch.setattr(target, "invariant", invariant)
     method = MethodConfig(rule="coupled", num_beams=3, depth=2, drafts_per_layer=4)
-    given = [prompt(12), prompt(80, 1)]
+    token_ids = [prompt(12), prompt(80, 1)]
     target.release()
     draft.release()
     with eager(target), eager(draft):
-        wanted = answers(target, given, method, draft)
-    assert answers(target, given, method, draft) == wanted
+        wanted = answers(target, token_ids, method, draft)
+    assert answers(target, token_ids, method, draft) == wanted
     assert target._programs
     assert draft._programs
     prompts = {PrefixView} if serves("prompt_attention") else set()
@@ -533,9 +533,9 @@ def test_paths_that_outgrow_a_program(loaded: Loads, monkeypatch: pytest.MonkeyP
     copy = PathView.copy
 
     def noting(view: PathView) -> PathView:
-        place = copy(view)
-        rooms.add(place.paths.slots.shape[2])
-        return place
+        copied = copy(view)
+        rooms.add(copied.paths.slots.shape[2])
+        return copied
 
     monkeypatch.setattr(PathView, "copy", noting)
     assert answers(target, [prompt(9)], SEARCH, new=40) == wanted
@@ -604,10 +604,10 @@ def test_only_so_many_programs_are_kept(loaded: Loads, monkeypatch: pytest.Monke
 def test_prompts_of_any_length_share_programs(forgotten: bool, loaded: Loads, monkeypatch: pytest.MonkeyPatch) -> None:
     """How much of a prompt there is, is an input. A mutant that forgets it gives other bits."""
     target, _ = loaded("llama")
-    given = [prompt(length, length) for length in (200, 90, 70)]
+    prompts = [prompt(length, length) for length in (200, 90, 70)]
     target.release()
     with eager(target):
-        wanted = answers(target, given, SEARCH, batch_size=1)
+        wanted = answers(target, prompts, SEARCH, batch_size=1)
     built: list[int] = []
     real, load = target._built, decoder_model._LayerProgram.load
     monkeypatch.setattr(target, "_built", lambda hidden, *rest: built.append(hidden.shape[1]) or real(hidden, *rest))
@@ -625,7 +625,7 @@ def test_prompts_of_any_length_share_programs(forgotten: bool, loaded: Loads, mo
 
     if forgotten:
         monkeypatch.setattr(decoder_model._LayerProgram, "load", forgetting)
-    assert (answers(target, given, SEARCH, batch_size=1) == wanted) is not forgotten
+    assert (answers(target, prompts, SEARCH, batch_size=1) == wanted) is not forgotten
     assert len(built) == len(set(built))
     target.release()
 
@@ -652,16 +652,16 @@ def test_prompts_are_read_by_programs(forgotten: str | None, loaded: Loads, monk
 
     def forgetting(made: Any, hidden: Tensor, inputs: Any) -> None:
         (view,) = made.inputs.attention.views
-        place = {"slots": made.inputs.slots, "counts": view.counts, "rows": view.rows}[forgotten]
-        before = place.clone()
+        tensor = {"slots": made.inputs.slots, "counts": view.counts, "rows": view.rows}[forgotten]
+        before = tensor.clone()
         load(made, hidden, inputs)
-        place.copy_(before)
+        tensor.copy_(before)
 
     with eager(target):
         wanted = read()
     if forgotten is not None:
         monkeypatch.setattr(decoder_model._LayerProgram, "load", forgetting)
-    same = all(torch.equal(one, other) for one, other in zip(read(), wanted, strict=True))
+    same = all(torch.equal(logits, other) for logits, other in zip(read(), wanted, strict=True))
     assert same is (forgotten is None)
     assert built == [16, 32]
     target.release()
@@ -680,7 +680,7 @@ def test_logits_stay_when_their_program_runs_again(
     if not packed:
         monkeypatch.setattr(target.decoder.weights.lm_head, "compiled", False)
     ids = tokens(1, 4)
-    first, second = (target.forward(chain(one, prompt_slots=(0,), suffix=64)) for one in (ids, ids.flip(1)))
+    first, second = (target.forward(chain(tokens, prompt_slots=(0,), suffix=64)) for tokens in (ids, ids.flip(1)))
     assert len(target._programs) == 1
     again = target.forward(chain(ids, prompt_slots=(0,), suffix=64))
     assert torch.equal(first, again)
@@ -707,13 +707,13 @@ def test_forwards_in_and_outside_of_inference_mode(loaded: Loads) -> None:
 @pytest.mark.parametrize("forgotten", ["hidden", "slots", "angles", "paths", "window", "mask"])
 def test_a_program_must_be_given_all_of_it(forgotten: str, monkeypatch: pytest.MonkeyPatch, loaded: Loads) -> None:
     """Guards the tests of bits: without any part of its inputs a program gives others."""
-    name, given = ("ministral", prompt(90)) if forgotten == "window" else ("llama", prompt(9))
+    name, ids = ("ministral", prompt(90)) if forgotten == "window" else ("llama", prompt(9))
     target, _ = loaded(name, **(WINDOWS if forgotten == "window" else {}))
     if forgotten == "mask":
         monkeypatch.setattr(target, "invariant", False)
     target.release()
     with eager(target):
-        wanted = answers(target, [given], SEARCH)
+        wanted = answers(target, [ids], SEARCH)
     load = decoder_model._LayerProgram.load
 
     def forgetting(made: Any, hidden: Tensor, inputs: Any) -> None:
@@ -728,31 +728,31 @@ def test_a_program_must_be_given_all_of_it(forgotten: str, monkeypatch: pytest.M
                        if isinstance(view, PathView) and view.prompt_mask is not None],
             "mask": [view.mask.additive for view in views if isinstance(view, MaskView)],
         }  # fmt: skip
-        kept = [(place, place.clone()) for place in places[forgotten]]
+        kept = [(tensor, tensor.clone()) for tensor in places[forgotten]]
         load(made, hidden, inputs)
-        for place, before in kept:
-            place.copy_(before)
+        for tensor, before in kept:
+            tensor.copy_(before)
 
     monkeypatch.setattr(decoder_model._LayerProgram, "load", forgetting)
-    assert answers(target, [given], SEARCH) != wanted
+    assert answers(target, [ids], SEARCH) != wanted
     target.release()
 
 
 def test_results_of_torch_in_a_program_have_no_gaps() -> None:
     """Guards kernels that go by a result's shape, where torch gave it in another order; several results."""
-    program, given = Program(Arena(), loop), torch.arange(6.0).view(2, 3)
+    program, values = Program(Arena(), loop), torch.arange(6.0).view(2, 3)
     program.begin(0)
-    turned = program.compute(given.t)
+    turned = program.compute(values.t)
     assert turned.is_contiguous()
-    pair = program.compute(lambda: (given.t(), turned.expand(2, 3, 2).transpose(0, 2)))
-    assert all(one.is_contiguous() for one in pair)
+    pair = program.compute(lambda: (values.t(), turned.expand(2, 3, 2).transpose(0, 2)))
+    assert all(tensor.is_contiguous() for tensor in pair)
     program.close()
     for start in (0, 7):
-        given.copy_(torch.arange(6.0).view(2, 3) + start)
+        values.copy_(torch.arange(6.0).view(2, 3) + start)
         program.run()
-        assert torch.equal(turned, given.t())
-        assert torch.equal(pair[0], given.t())
-        assert torch.equal(pair[1], given.t().expand(2, 3, 2).transpose(0, 2))
+        assert torch.equal(turned, values.t())
+        assert torch.equal(pair[0], values.t())
+        assert torch.equal(pair[1], values.t().expand(2, 3, 2).transpose(0, 2))
 
 
 def test_layers_take_turns_in_an_arena() -> None:
@@ -781,8 +781,8 @@ def test_decoders_that_leave_their_kernels_promise_no_bits(folder: Path) -> None
     assert forest.leave_kernels() == serves("norm")
     assert not forest.leave_kernels()
     assert forest.invariant != serves("norm")
-    found = answers(forest, [prompt(20)], SEARCH)
-    assert [[ids for ids, _ in row] for row in found] == [[ids for ids, _ in row] for row in wanted]
+    answered = answers(forest, [prompt(20)], SEARCH)
+    assert [[ids for ids, _ in row] for row in answered] == [[ids for ids, _ in row] for row in wanted]
 
 
 # Verdicts
@@ -800,9 +800,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     made: list[str] = []
     real = stages.differs
 
-    def noting(*given: Any) -> str | None:
+    def noting(*arguments: Any) -> str | None:
         made.append("differs")
-        return real(*given)
+        return real(*arguments)
 
     monkeypatch.setattr(stages, "differs", noting)
     return made
@@ -836,8 +836,8 @@ def test_a_few_layers_of_each_kind_are_asked_for_invariance(
     assert len(kinds) == {"llama": 1, "gemma3": 2}[name]
     assert torch.equal(whole.plain(tokens(2, 30)), forest.plain(tokens(2, 30)))
     assert check(forest) == check(few) == Verdict(None, True)
-    for one in (forest, few):
-        one.decoder.ops = replace(one.decoder.ops, path_attention=None)
+    for model in (forest, few):
+        model.decoder.ops = replace(model.decoder.ops, path_attention=None)
     assert check(few).varies is None
     all_slots_at_once(monkeypatch)
     assert check(forest).varies is not None
@@ -945,8 +945,8 @@ def test_a_verdict_with_another_digit_is_none(folder: Path, tmp_path: Path, monk
     decoder_of(folder)
     (file,) = (tmp_path / "cache" / "dsbd" / "verdicts").iterdir()
     text = file.read_text()
-    place = text.index('"eps": ') + len('"eps": ')
-    file.write_text(f"{text[:place]}2{text[place + 1 :]}")
+    position = text.index('"eps": ') + len('"eps": ')
+    file.write_text(f"{text[:position]}2{text[position + 1 :]}")
     assert decoder_of(folder).decoder.config.eps == DECODERS["llama"][1].get("rms_norm_eps", 1e-6)
     assert len(made) == 2
     assert file.read_text() == text
@@ -990,9 +990,9 @@ def test_a_user_without_a_home_loads_models(
 
 def test_a_shortage_of_memory_says_nothing_about_a_model() -> None:
     """Guards a verdict that stays: with any amount of memory the model would run by transformers from then on."""
-    with pytest.raises(RuntimeError, match="can't allocate memory") as found, unsupported("Llama"):
+    with pytest.raises(RuntimeError, match="can't allocate memory") as caught, unsupported("Llama"):
         torch.empty(1 << 60, dtype=torch.uint8)
-    assert not isinstance(found.value, UnsupportedModelError)
+    assert not isinstance(caught.value, UnsupportedModelError)
     with pytest.raises(UnsupportedModelError, match="cannot hold a tree"), unsupported("Llama"):
         raise RuntimeError("shapes differ")
 

@@ -41,9 +41,9 @@ def batch_of(own: Tensor | None, rows: int = 2, nodes: int = 5) -> ForestInput:
 def forward(model: Any, own: Tensor | None, **sizes: int) -> Tensor:
     model.reserve(2, 9)
     with torch.inference_mode():
-        found: Tensor = model.forward(batch_of(own, **sizes))
+        logits: Tensor = model.forward(batch_of(own, **sizes))
     model.release()
-    return found
+    return logits
 
 
 Pairs = Callable[..., tuple[Any, Any]]
@@ -55,10 +55,10 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
 
     @cache
     def made(family: str, dtype: str = "float32") -> tuple[Any, Any]:
-        place = tmp_path_factory.mktemp("own")
-        folder = save_decoder(place / "full", build_decoder(family, tie_word_embeddings=True), getattr(torch, dtype))
-        trim(spec_of(folder), place / "small", COUNTS, size=20)
-        return tuple(load_model(Checkpoint.open(spec_of(one, dtype=dtype))).model for one in (folder, place / "small"))  # type: ignore[return-value]
+        root = tmp_path_factory.mktemp("own")
+        folder = save_decoder(root / "full", build_decoder(family, tie_word_embeddings=True), getattr(torch, dtype))
+        trim(spec_of(folder), root / "small", COUNTS, size=20)
+        return tuple(load_model(Checkpoint.open(spec_of(path, dtype=dtype))).model for path in (folder, root / "small"))  # type: ignore[return-value]
 
     return made
 
@@ -71,24 +71,24 @@ def test_logits_of_own_ids_are_the_full_head_s(family: str, dtype: str, pairs: P
     assert isinstance(small, DecoderForestModel)
     assert small.own_ids_below == V
     assert full.own_ids_below == 0
-    wanted, found, bare = forward(full, None), forward(small, OWN), forward(small, None)
+    wanted, logits, bare = forward(full, None), forward(small, OWN), forward(small, None)
     count = len(small.lm_head_ids)
-    assert found.shape == (2, 5, count + 4)
-    assert torch.equal(found[..., :count], bare)
+    assert logits.shape == (2, 5, count + 4)
+    assert torch.equal(logits[..., :count], bare)
     for row, own in enumerate(OWN.tolist()):
         for column, token in enumerate(own, count):
             if token == V:
-                assert bool((found[row, :, column] == float("-inf")).all())
+                assert bool((logits[row, :, column] == float("-inf")).all())
             else:
                 limit = 1e-5 if dtype == "float32" else 3e-2
-                torch.testing.assert_close(found[row, :, column], wanted[row, :, token], rtol=limit, atol=limit)
+                torch.testing.assert_close(logits[row, :, column], wanted[row, :, token], rtol=limit, atol=limit)
 
 
 def test_rows_are_picked_once_for_the_same_ids(pairs: Pairs, monkeypatch: pytest.MonkeyPatch) -> None:
     _, small = pairs("llama")
     rows, picks, ids = small.decoder.own_rows.rows, [], OWN.clone()
     take = rows.take
-    monkeypatch.setattr(rows, "take", lambda given: picks.append(given) or take(given))
+    monkeypatch.setattr(rows, "take", lambda ids: picks.append(ids) or take(ids))
     first = forward(small, ids)
     assert torch.equal(forward(small, ids), first)
     assert len(picks) == 1
@@ -107,11 +107,11 @@ def test_a_target_s_narrower_vocabulary_cuts_the_fixed_columns_alone(pairs: Pair
     full, small = pairs("llama")
     ids = small.lm_head_ids
     small.fit_width(20)
-    wanted, found = forward(full, None), forward(small, torch.tensor([[19, 3], [20, 20]]))
+    wanted, logits = forward(full, None), forward(small, torch.tensor([[19, 3], [20, 20]]))
     kept = ids[ids < 20]
-    assert found.shape[-1] == len(kept) + 2
-    torch.testing.assert_close(found[0][..., :-2], wanted[0][..., kept])
-    torch.testing.assert_close(found[0][..., -2:], wanted[0][..., [19, 3]])
+    assert logits.shape[-1] == len(kept) + 2
+    torch.testing.assert_close(logits[0][..., :-2], wanted[0][..., kept])
+    torch.testing.assert_close(logits[0][..., -2:], wanted[0][..., [19, 3]])
     small.spread(ids, V)
 
 

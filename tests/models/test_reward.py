@@ -78,6 +78,6 @@ def test_its_adapter_is_merged(folder: Path, tmp_path: Path) -> None:
     adapted.save_pretrained(str(tmp_path / "adapter"))
     ids = torch.tensor([[3, 4, 5]])
     want = float(adapted.merge_and_unload()(input_ids=ids).logits[0, 0])
-    found = load(f"{folder}+{tmp_path / 'adapter'}").scores("w3 w4 ", ["w5"])
-    assert found == pytest.approx([want], abs=1e-5)
+    scores = load(f"{folder}+{tmp_path / 'adapter'}").scores("w3 w4 ", ["w5"])
+    assert scores == pytest.approx([want], abs=1e-5)
     assert load(folder).scores("w3 w4 ", ["w5"]) != pytest.approx([want], abs=1e-5)

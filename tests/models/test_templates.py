@@ -102,9 +102,9 @@ def codec(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         facts = store(tokenizer)
         assert facts is not None
-        found = stored(facts, lambda: tokenizer)
-        assert found is not None
-        return HFCodec(found, ())
+        restored = stored(facts, lambda: tokenizer)
+        assert restored is not None
+        return HFCodec(restored, ())
 
     return made
 
@@ -116,10 +116,10 @@ def test_ids_are_those_of_transformers(family: str, codec: Callable[[Any], HFCod
     made = codec(tokenizer)
     for name, (messages, chat) in CHATS.items():
         expected, refused = outcome(lambda: theirs(tokenizer, messages, chat))  # noqa: B023
-        found, told = outcome(lambda: made.encode_chat(messages, ChatConfig(**chat)))  # noqa: B023
-        assert found == expected, name
+        ours, told = outcome(lambda: made.encode_chat(messages, ChatConfig(**chat)))  # noqa: B023
+        assert ours == expected, name
         assert refused[:80] in told, name
-        taken[name] = found
+        taken[name] = ours
     taken = {name: ids for name, ids in taken.items() if ids is not None}
     assert taken.keys() >= {"plain", "system", "thinking", "not thinking", "continued", "answered"}
     assert taken["continued"] != taken["answered"]
@@ -156,5 +156,5 @@ def test_a_template_that_joins_texts_gets_arguments_as_text() -> None:
     [call] = CALL["tool_calls"]
     written = {**CALL, "tool_calls": [{**call, "function": {**call["function"], "arguments": '{"city":"Bern"}'}}]}
     messages = [USER, written, RESULT]
-    found = HFCodec(tokenizer_of("deepseek"), ()).encode_chat(messages)
-    assert found == theirs(tokenizer_of("deepseek"), messages, {})
+    ids = HFCodec(tokenizer_of("deepseek"), ()).encode_chat(messages)
+    assert ids == theirs(tokenizer_of("deepseek"), messages, {})

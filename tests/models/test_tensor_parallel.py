@@ -25,7 +25,7 @@ from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
 from dsbd_cli.models.tensor_parallel import ShardedForestModel, check_ranks
 from tests.helpers.checkpoints import save
 
-SHOTS = " ".join(f"w{5 + place % 70}" for place in range(100))  # the second prompt that begins so copies it
+SHOTS = " ".join(f"w{5 + number % 70}" for number in range(100))  # the second prompt that begins so copies it
 PROMPTS = ["w5 w9 w11 w30", "w7 w8", "w40 w41 w42 w43 w44 w45", f"{SHOTS} w7", f"{SHOTS} w9 w11"]
 REQUESTS = [Request(prompt, sampling=SamplingConfig(max_new_tokens=12, n_best=2)) for prompt in PROMPTS]
 RULES = ("search", "coupled")
@@ -45,7 +45,7 @@ def engines_of(target: ModelSpec, draft: ModelSpec) -> dict[str, Engine]:
 def answers(engine: Engine) -> tuple[list[list[tuple[str, float]]], int]:
     """Texts and log-probabilities, and how many prompt tokens were copied."""
     results = list(engine.run(REQUESTS))
-    texts = [[(one.text, one.logprob) for one in result.hypotheses] for result in results]
+    texts = [[(beam.text, beam.logprob) for beam in result.hypotheses] for result in results]
     return texts, sum(result.stats.prompt_tokens_reused for result in results)
 
 
@@ -71,10 +71,10 @@ def test_two_ranks_give_the_text_of_one_until_one_dies(family: str, tmp_path: Pa
     sharded = split["search"].target
     closing.append(split["search"])
     for rule in RULES:
-        (wanted, _), (found, reused) = answers(whole[rule]), answers(split[rule])
+        (wanted, _), (texts, reused) = answers(whole[rule]), answers(split[rule])
         assert reused == 64
-        assert [[text for text, _ in row] for row in found] == [[text for text, _ in row] for row in wanted]
-        for row, other in zip(found, wanted, strict=True):
+        assert [[text for text, _ in row] for row in texts] == [[text for text, _ in row] for row in wanted]
+        for row, other in zip(texts, wanted, strict=True):
             assert [logprob for _, logprob in row] == pytest.approx([logprob for _, logprob in other], abs=1e-3)
     assert not sharded.capturable
     assert sharded.kv_bytes_per_slot() * 2 == whole["search"].target.kv_bytes_per_slot()

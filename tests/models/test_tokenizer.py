@@ -77,9 +77,9 @@ def test_texts_end_before_the_stop_string_their_bytes_complete(tokenizer: Any) -
         stop = whole[start : start + rng.randint(1, 6)]
         ended = next(n for n in range(1, len(ids) + 1) if stop.encode() in b"".join(table[i] for i in ids[:n]))
         kept = whole[: whole.index(stop)]
-        found = text_of(ids[:ended], SamplingConfig(stop=(stop, "never there")), codec)
-        assert found in (kept, kept.removeprefix(" "))
-        assert found == codec.decode(ids[:ended])[: len(found)]
+        answer = text_of(ids[:ended], SamplingConfig(stop=(stop, "never there")), codec)
+        assert answer in (kept, kept.removeprefix(" "))
+        assert answer == codec.decode(ids[:ended])[: len(answer)]
         spaced += stop.startswith(" ") and start == 0
         assert text_of(ids[: ended - 1], SamplingConfig(stop=(stop,)), codec) == codec.decode(ids[: ended - 1])
     assert spaced > 10 or not whole.startswith(" ")
@@ -194,9 +194,9 @@ def test_a_bound_holds_where_bytes_vanish_or_characters_are_composed(make: Any) 
     ]
     vanished = 0
     for word in [*words, *("".join(rng.choices(words, k=rng.randint(0, 20))) for _ in range(200))]:
-        found = len(codec.encode(word))
-        assert codec.least_tokens(word) <= found
-        vanished += found == 0 and word != ""
+        count = len(codec.encode(word))
+        assert codec.least_tokens(word) <= count
+        vanished += count == 0 and word != ""
     assert vanished or make is composing
 
 
@@ -243,9 +243,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def through_disk(tokenizer: Any) -> StoredTokenizer:
     facts = store(tokenizer)
-    found = stored(json.loads(json.dumps(facts)), lambda: tokenizer)
-    assert found is not None
-    return found
+    restored = stored(json.loads(json.dumps(facts)), lambda: tokenizer)
+    assert restored is not None
+    return restored
 
 
 def test_a_stored_tokenizer_does_what_transformers_does(tokenizer: Any, cache: Path) -> None:

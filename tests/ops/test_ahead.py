@@ -67,10 +67,10 @@ def test_memory_can_be_used_and_given_back_while_the_thread_runs(monkeypatch: py
         block = TouchedMemory(LEAST)
         while block._touched == block._used:
             time.sleep(0)
-        place = block.cut(4096)
-        assert place is not None
+        offset = block.cut(4096)
+        assert offset is not None
         cut += block._thread.is_alive()
-        part = torch.frombuffer(block.memory, dtype=torch.uint8, count=4096, offset=place)
+        part = torch.frombuffer(block.memory, dtype=torch.uint8, count=4096, offset=offset)
         part.fill_(1)
         block.give_back()
         assert not block._thread.is_alive()

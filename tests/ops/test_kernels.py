@@ -157,10 +157,10 @@ def rotate(op: Any, dtype: torch.dtype) -> None:
             return torch.cat((queries.flatten(1), *stored), 1)
 
         plain = functools.partial(run, rotate=reference.rotate)
-        found, wanted = turned(both), turned(both, reference.rotate)
-        for ours, theirs in zip(found, wanted, strict=True):
+        rotated, wanted = turned(both), turned(both, reference.rotate)
+        for ours, theirs in zip(rotated, wanted, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=CLOSE[dtype], atol=CLOSE[dtype])
-        assert torch.equal(found[2], wanted[2])
+        assert torch.equal(rotated[2], wanted[2])
         if shared:
             check_rows(run, plain, both, CLOSE[dtype], exact=slice(-2 * kv_heads * dim, None))
         else:  # the first rows have the first angles
@@ -260,15 +260,15 @@ def pick(op: Any, dtype: torch.dtype) -> None:
     for batch, count, nodes in itertools.product((3, 1), (1, 64, 70, 128, 130), (1, 8, 9, 37)):
         ids, x = torch.randint(200, (batch, count), generator=rng), normal(dtype, batch, nodes, 160, seed=nodes)
         wanted = torch.einsum("rnh,roh->rno", x.double(), table[ids].double())
-        found = product(ids, x)
+        products = product(ids, x)
         plain.take(ids)
-        for result in (found, plain.compute(x)):
+        for result in (products, plain.compute(x)):
             torch.testing.assert_close(result.double(), wanted, **limits)
         order = torch.randperm(count, generator=rng)
-        assert torch.equal(product(ids[:, order], x), found[..., order])
+        assert torch.equal(product(ids[:, order], x), products[..., order])
         for row in range(batch):
-            assert torch.equal(product(ids[row : row + 1], x[row : row + 1])[0], found[row])
-            assert torch.equal(product(ids[row : row + 1], x[row : row + 1, -1:])[0, 0], found[row, -1])
+            assert torch.equal(product(ids[row : row + 1], x[row : row + 1])[0], products[row])
+            assert torch.equal(product(ids[row : row + 1], x[row : row + 1, -1:])[0, 0], products[row, -1])
         if batch == 1 and nodes > 8:
             run = lambda rows: picked.compute(rows[None])[0]  # noqa: E731
             exact = functools.partial(torch.matmul, other=table[ids[0]].double().t())
@@ -283,18 +283,18 @@ def path_attention(op: Any, dtype: torch.dtype) -> None:
     before = torch.get_num_threads()
     try:
         for forest in FORESTS.values():
-            case, found = forest(dtype), []
+            case, runs = forest(dtype), []
             for threads in THREADS:
                 torch.set_num_threads(threads)
-                found.append(case.run())
+                runs.append(case.run())
             wanted = case.reference()
-            assert (found[0].double() - wanted).abs().max() <= LIMIT[dtype] * max(1.0, float(wanted.abs().max()))
+            assert (runs[0].double() - wanted).abs().max() <= LIMIT[dtype] * max(1.0, float(wanted.abs().max()))
             if case.seen.shape[1] > 1 and case.bias is None and case.sinks is None:
                 query = case.query.clone()
                 query[:, :, 1] = math.nan
                 strange = replace(case, query=query).run()
                 assert strange[:, 1].isnan().all()
-                assert torch.equal(strange[:, 0], found[-1][:, 0])
+                assert torch.equal(strange[:, 0], runs[-1][:, 0])
     finally:
         torch.set_num_threads(before)
 
@@ -321,8 +321,8 @@ def prompt_attention(op: Any, dtype: torch.dtype) -> None:
         ) -> Tensor:
             """x: [n, H * G * E]; attention and log-sums of each node."""
             query = x.unflatten(1, (-1, dim)).transpose(0, 1)[None]
-            found = attend(query, key, value, torch.full((1, 1), key.shape[2]), dim**-0.5)
-            return torch.cat([one[0].unflatten(1, (groups, len(x))).movedim(2, 0).flatten(1) for one in found], 1)
+            parts = attend(query, key, value, torch.full((1, 1), key.shape[2]), dim**-0.5)
+            return torch.cat([part[0].unflatten(1, (groups, len(x))).movedim(2, 0).flatten(1) for part in parts], 1)
 
         plain = functools.partial(run, attend=attention)
         check_rows(run, plain, query[0].transpose(0, 1).flatten(1), LIMIT[dtype], infinite=False)
@@ -353,9 +353,9 @@ def log_total(op: Any, dtype: torch.dtype) -> None:
             at=min(5, vocabulary - 1),
         )
         assert torch.equal(run(wide[:, :vocabulary]), run(values))
-        for place in {0, 63, 64, 98, vocabulary - 1} & {*range(vocabulary)}:
+        for token in {0, 63, 64, 98, vocabulary - 1} & {*range(vocabulary)}:
             spoilt = values.clone()
-            spoilt[1, place] = math.nan
+            spoilt[1, token] = math.nan
             assert run(spoilt).isnan().flatten().tolist() == [row == 1 for row in range(9)]
 
 
@@ -373,12 +373,12 @@ def candidates(op: Any, dtype: torch.dtype) -> None:
     wide[1, 4] = -math.inf
     logits = wide.to(dtype)[:, :5, :3000]
     for count in (1, 8, 200):
-        found = top_candidates(logits, CandidateCount(count), ops=Ops(candidates=op, log_total=total.op))
+        candidates = top_candidates(logits, CandidateCount(count), ops=Ops(candidates=op, log_total=total.op))
         wanted = top_candidates(logits, CandidateCount(count), ops=Ops(log_total=total.op))
         some = wanted.logprobs > -math.inf  # among tokens of -inf any may be chosen
-        assert torch.equal(found.tokens[some], wanted.tokens[some])
-        assert torch.equal(found.logprobs.nan_to_num(nan=7.0), wanted.logprobs.nan_to_num(nan=7.0))
-        assert bool((found.tokens.diff(dim=2) > 0).all())
+        assert torch.equal(candidates.tokens[some], wanted.tokens[some])
+        assert torch.equal(candidates.logprobs.nan_to_num(nan=7.0), wanted.logprobs.nan_to_num(nan=7.0))
+        assert bool((candidates.tokens.diff(dim=2) > 0).all())
     many, before = logits[:1, :1].repeat(8, 5, 1), torch.get_num_threads()
     try:
         torch.set_num_threads(1)
@@ -442,9 +442,9 @@ CASES: dict[Row, Callable[[Any, torch.dtype], None]] = {
 }
 # what LLVM makes of the same code for a processor between AVX2 and this one is not compiled for the tests
 VARIED = {
-    (one.name, one.weights)
-    for one in select.TABLE
-    if one.beside or (one.least, one.most) != (Processor.AVX2, Processor.AMX)
+    (kernel.name, kernel.weights)
+    for kernel in select.TABLE
+    if kernel.beside or (kernel.least, kernel.most) != (Processor.AVX2, Processor.AMX)
 }
 ROWS = [
     (processor, *row, dtype)
@@ -458,8 +458,10 @@ ROWS = [
 
 def kernel_of(processor: Processor, name: str, weights: str, dtype: torch.dtype) -> select.Kernel | None:
     """The first kernel that is for this processor."""
-    mine = (one for one in select.TABLE if (one.name, one.weights) == (name, weights) and one.fits(processor))
-    return next((one for one in mine if not one.dtypes or dtype in one.dtypes), None)
+    mine = (
+        kernel for kernel in select.TABLE if (kernel.name, kernel.weights) == (name, weights) and kernel.fits(processor)
+    )
+    return next((kernel for kernel in mine if not kernel.dtypes or dtype in kernel.dtypes), None)
 
 
 def fault(name: str, weights: str, dtype: torch.dtype) -> str | None:
@@ -473,10 +475,12 @@ def fault(name: str, weights: str, dtype: torch.dtype) -> str | None:
     if (kernel is not None and kernel.backend == "numba") != ours:
         return f"{wanted} should serve, but {kernel} does: {reason}"
     try:
-        for one in select.TABLE:
-            if (one.name, one.weights) == (name, weights) and select._missing(one, dtype, WIDTHS) is None:
+        for candidate in select.TABLE:
+            if (candidate.name, candidate.weights) == (name, weights) and select._missing(
+                candidate, dtype, WIDTHS
+            ) is None:
                 with torch.inference_mode():
-                    CASES[name, weights](one.op, dtype)
+                    CASES[name, weights](candidate.op, dtype)
     except Exception:
         return traceback.format_exc()
     return None
@@ -488,7 +492,7 @@ def faults(processor: Processor) -> dict[tuple[str, str, str], str | None]:
     command, environment = [sys.executable, "-m", __name__], {**os.environ, VARIABLE: str(processor)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    return {tuple(row): found for *row, found in map(json.loads, done.stdout.splitlines())}  # type: ignore[misc]
+    return {tuple(row): fault for *row, fault in map(json.loads, done.stdout.splitlines())}  # type: ignore[misc]
 
 
 def test_every_kernel_has_a_case() -> None:
@@ -498,14 +502,14 @@ def test_every_kernel_has_a_case() -> None:
 @pytest.mark.parametrize(("processor", "name", "weights", "dtype"), ROWS, ids=lambda value: str(value) or "-")
 def test_a_kernel_is_its_reference(processor: Processor, name: str, weights: str, dtype: torch.dtype) -> None:
     here = processor == current()
-    found = fault(name, weights, dtype) if here else faults(processor)[name, weights, str(dtype)]
-    if found is not None:
-        pytest.fail(found, pytrace=False)
+    problem = fault(name, weights, dtype) if here else faults(processor)[name, weights, str(dtype)]
+    if problem is not None:
+        pytest.fail(problem, pytrace=False)
 
 
 if __name__ == "__main__":
     from dsbd_cli.ops.cpu.kernels import config  # before any function of numba
 
     assert (config.CPU_FEATURES is None) == (current() == possible()[-1])
-    for _, *row, dtype in (one for one in ROWS if one[0] == current()):
+    for _, *row, dtype in (row for row in ROWS if row[0] == current()):
         print(json.dumps([*row, str(dtype), fault(*row, dtype)]), flush=True)

@@ -33,7 +33,7 @@ NAMES = {
     "fma avx avx2 avx_vnni": ["base", "avx2", "avx2_vnni"],
     AVX512: ["base", "avx2", "avx512"],
     f"{AVX512} avx512_vnni avx512_bf16": ["base", "avx2", "avx512", "avx512_vnni", "avx512_bf16"],
-    AMX: [str(one) for one in Processor],
+    AMX: [str(processor) for processor in Processor],
 }
 
 
@@ -62,7 +62,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 @pytest.mark.parametrize("flags", NAMES)
 def test_a_machine_is_the_largest_that_it_can_be(flags: str, machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     machine(flags)
-    assert [str(one) for one in processor.possible()] == NAMES[flags]
+    assert [str(processor) for processor in processor.possible()] == NAMES[flags]
     assert str(current()) == NAMES[flags][-1]
     assert "ATEN_CPU_CAPABILITY" not in os.environ
     monkeypatch.setenv(VARIABLE, "base")
@@ -121,8 +121,8 @@ def test_a_numba_that_compiles_for_less_is_not_asked(variable: str, tmp_path: Pa
 
 def test_verdicts_belong_to_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     digests = set()
-    for one in Processor:
-        monkeypatch.setattr(verdicts, "current", lambda one=one: one)
+    for kind in Processor:
+        monkeypatch.setattr(verdicts, "current", lambda kind=kind: kind)
         digests.add(verdicts.fingerprint(ModelSpec("t"), []))
     assert len(digests) == len(Processor)
 
@@ -150,6 +150,6 @@ def test_texts_of_the_kernels_for_avx2_are_those_of_torch(tmp_path: Path) -> Non
     assert ours == plain
     assert [len(texts) for texts in ours] == [3, 3, 3]
     assert (device["processor"], other["processor"]) == ("avx2", "base")
-    kernels = {one["op"] for one in device["ops"] if one["backend"] == "numba"}
+    kernels = {operation["op"] for operation in device["ops"] if operation["backend"] == "numba"}
     assert {"norm", "program", "path_attention"} <= kernels
-    assert all(one["backend"] == "torch" for one in other["ops"])
+    assert all(operation["backend"] == "torch" for operation in other["ops"])

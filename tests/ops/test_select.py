@@ -25,11 +25,11 @@ def test_every_operation_has_a_name_and_plain_torch_serves_what_is_not_asked_for
 def test_the_report_says_what_serves(dtype: torch.dtype) -> None:
     """Each operation once; by torch exactly where the reference stands, but for products, which torch packs, too."""
     ops, plain = ops_for(CPU, dtype, EVERY, widths=frozenset({64})), Ops()
-    assert [one.op for one in ops.report] == [*EVERY]
-    for one in ops.report:
-        same = getattr(ops, one.op) is getattr(plain, one.op)
-        assert one.reason
-        assert one.op == "linear" or same == (one.backend == "torch"), one
+    assert [choice.op for choice in ops.report] == [*EVERY]
+    for choice in ops.report:
+        same = getattr(ops, choice.op) is getattr(plain, choice.op)
+        assert choice.reason
+        assert choice.op == "linear" or same == (choice.backend == "torch"), choice
     assert ops.linear is packed_linear
     assert set(ops.by("torch")) >= {"move", "attention"}
     for name in ("candidates", "draft", "verify", "commit"):
@@ -38,19 +38,19 @@ def test_the_report_says_what_serves(dtype: torch.dtype) -> None:
 
 def test_a_kernel_that_cannot_be_loaded_is_told_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     with replaced(monkeypatch, "log_total", load=refuse):
-        found = ops_for(CPU, torch.float32, ("log_total",))
-    (choice,) = found.report
+        selected = ops_for(CPU, torch.float32, ("log_total",))
+    (choice,) = selected.report
     assert (choice.op, choice.backend) == ("log_total", "torch")
     assert "numba" in choice.reason.lower()
-    assert found.log_total is reference.log_total
+    assert selected.log_total is reference.log_total
 
 
 @pytest.mark.skipif(not serves("norm"), reason="kernels of numba do not run here")
 def test_an_operation_that_is_left_out_is_plain_torch_from_then_on() -> None:
-    found = ops_for(CPU, torch.float32, ("norm", "gated"), widths=frozenset({64}))
-    left = found.without("norm", "verify", reason="it fails")
+    selected = ops_for(CPU, torch.float32, ("norm", "gated"), widths=frozenset({64}))
+    left = selected.without("norm", "verify", reason="it fails")
     assert left.norm is reference.norm
-    assert left.gated is found.gated
+    assert left.gated is selected.gated
     assert left.report[0] == OpChoice("norm", "torch", "it fails")
     assert left.without("norm") is left
 
@@ -58,10 +58,10 @@ def test_an_operation_that_is_left_out_is_plain_torch_from_then_on() -> None:
 def test_kernels_of_a_gpu_are_told_to_be_missing_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     ops_for.cache_clear()
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    report = {one.op: one for one in iteration_ops(CPU, None).report}
+    report = {choice.op: choice for choice in iteration_ops(CPU, None).report}
     assert [*report] == [*ITERATION]
-    assert {one.backend for one in report.values()} <= {"torch", "numba"}
+    assert {choice.backend for choice in report.values()} <= {"torch", "numba"}
     assert report["move"].backend == "torch"
     assert report["move"].reason in ("triton does not run on cpu", "the package triton is missing")
-    (move,) = (one for one in iteration_ops(CPU, False).report if one.op == "move")
+    (move,) = (choice for choice in iteration_ops(CPU, False).report if choice.op == "move")
     assert move.reason == "not wanted"

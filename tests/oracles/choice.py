@@ -47,10 +47,10 @@ def remembered(function: Callable[ParametersT, ResultT]) -> Callable[ParametersT
         if _known is None:
             return function(*arguments)  # type: ignore[call-arg]
         key = (function, *map(id, arguments))
-        found = _known.get(key)
-        if found is None:
-            found = _known[key] = function(*arguments), arguments  # type: ignore[call-arg]
-        return found[0]
+        kept = _known.get(key)
+        if kept is None:
+            kept = _known[key] = function(*arguments), arguments  # type: ignore[call-arg]
+        return kept[0]
 
     return call
 

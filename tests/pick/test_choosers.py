@@ -24,9 +24,9 @@ ENDLESS = "WITH RECURSIVE t(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM t) SELEC
 
 
 def row(*texts: str, scores: tuple[float, ...] | None = None, metadata: object = None) -> CandidateRow:
-    marks = scores or tuple(-float(place) for place in range(len(texts)))
-    found = tuple(Candidate(text, mark, mark, {"text": text}) for text, mark in zip(texts, marks, strict=True))
-    return CandidateRow(0, 1, "a", "k", found, metadata)
+    marks = scores or tuple(-float(index) for index in range(len(texts)))
+    candidates = tuple(Candidate(text, mark, mark, {"text": text}) for text, mark in zip(texts, marks, strict=True))
+    return CandidateRow(0, 1, "a", "k", candidates, metadata)
 
 
 def by_vote(regex: str | None, **settings: object) -> ByVote:
@@ -63,10 +63,10 @@ def test_votes_weighed_by_score() -> None:
 
 def test_votes_weighed_by_probability() -> None:
     """Of beams: the score is per token, the logprob of the whole text."""
-    found = tuple(
+    candidates = tuple(
         Candidate(text, logprob, score, {}) for text, logprob, score in (("x", -9.0, -0.9), ("y", -2.0, -1.0))
     )
-    beams = CandidateRow(0, 1, "a", "k", found)
+    beams = CandidateRow(0, 1, "a", "k", candidates)
     assert by_vote(None, weights="score").choose(beams).why["answer"] == "x"
     choice = by_vote(None, weights="probability").choose(beams)
     assert (choice.why["answer"], choice.why["share"]) == ("y", pytest.approx(1 / (1 + math.exp(-7)), abs=1e-6))
@@ -94,15 +94,15 @@ def test_no_answer_anywhere_is_the_rows_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "other"), [("A  b.", "a B"), ("$1,200.50", "1200.5"), ("3.0", "3"), ("-7", "-7."), ("50%", "50.0%")]
+    ("text", "other"), [("A  b.", "a B"), ("$1,200.50", "1200.5"), ("3.0", "3"), ("-7", "-7."), ("50%", "50.0%")]
 )
-def test_answers_that_agree(one: str, other: str) -> None:
-    assert normalised(one) == normalised(other)
+def test_answers_that_agree(text: str, other: str) -> None:
+    assert normalised(text) == normalised(other)
 
 
-@pytest.mark.parametrize(("one", "other"), [("50%", "50"), ("1.5", "15"), ("a b", "ab"), ("1e3x", "1000")])
-def test_answers_that_do_not(one: str, other: str) -> None:
-    assert normalised(one) != normalised(other)
+@pytest.mark.parametrize(("text", "other"), [("50%", "50"), ("1.5", "15"), ("a b", "ab"), ("1e3x", "1000")])
+def test_answers_that_do_not(text: str, other: str) -> None:
+    assert normalised(text) != normalised(other)
 
 
 @pytest.mark.parametrize("number", ["1e1000000", "1e999999", "-1e-999999", "1" * 1001, "1e1001", "0e1000000"])
@@ -161,13 +161,13 @@ def test_least_risk_weighs_references_by_score() -> None:
 def codes_rule(texts: tuple[str, ...], database: Path) -> int:
     """CodeS (Li et al. 2024), text2sql_zero_shot.py: the first generated statement without an execution error, else the
     first of all."""
-    for place, text in enumerate(texts):
+    for index, text in enumerate(texts):
         with closing(sqlite3.connect(database)) as connection:
             try:
                 if text.strip() == "":
                     continue
                 connection.execute(text).fetchall()
-                return place
+                return index
             except sqlite3.Error:
                 continue
     return 0
@@ -185,8 +185,8 @@ RUNS = [
 @pytest.mark.parametrize("texts", RUNS)
 def test_execution_is_the_rule_of_codes(texts: tuple[str, ...]) -> None:
     chooser = ByExecution(TEMPLATE)
-    found = chooser.choose(row(*texts, metadata={"db_id": "concert"}))
-    assert found.beam == codes_rule(texts, SPIDER / "concert" / "concert.sqlite")
+    pick = chooser.choose(row(*texts, metadata={"db_id": "concert"}))
+    assert pick.beam == codes_rule(texts, SPIDER / "concert" / "concert.sqlite")
 
 
 def test_most_equal_results() -> None:

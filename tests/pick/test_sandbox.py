@@ -39,9 +39,9 @@ FAILS = [
 @pytest.mark.parametrize(("sql", "message"), FAILS, ids=[sql[:20] + message[-20:] for sql, message in FAILS])
 def test_a_statement_beyond_a_limit_fails_alone(sql: str, message: str) -> None:
     process = SqlProcess()
-    found = run(process, sql)
-    assert isinstance(found, str)
-    assert message in found
+    outcome = run(process, sql)
+    assert isinstance(outcome, str)
+    assert message in outcome
     assert isinstance(run(process, "SELECT 1"), StatementResult)
     assert process.starts == 1, "the process has survived it"
 
@@ -130,14 +130,14 @@ Row = tuple[sql_child.Cell, ...]
 
 
 def ran(*rows: Row) -> StatementResult:
-    found = Digest()
+    digest = Digest()
     for row in rows:
-        found.add(row)
-    return StatementResult(**found.answer())
+        digest.add(row)
+    return StatementResult(**digest.answer())
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "ordered", "any_order"),
+    ("rows", "other", "ordered", "any_order"),
     [
         ([(1, "a"), (2, "b")], [(1.0, "a"), (2, "b")], True, True),
         ([(1,), (2,)], [(2,), (1,)], False, True),
@@ -152,7 +152,7 @@ def ran(*rows: Row) -> StatementResult:
         ([], [()], False, False),
     ],
 )
-def test_equal_digests_are_equal_rows(one: list[Row], other: list[Row], ordered: bool, any_order: bool) -> None:
-    first, second = ran(*one), ran(*other)
+def test_equal_digests_are_equal_rows(rows: list[Row], other: list[Row], ordered: bool, any_order: bool) -> None:
+    first, second = ran(*rows), ran(*other)
     assert first.same(second, ordered=True) is ordered
     assert first.same(second, ordered=False) is any_order

@@ -131,13 +131,13 @@ def workers_below(process: int) -> list[int]:
     """Processes of workers that this one, or a Ray that it has started, has begun."""
     import psutil
 
-    found = []
+    pids = []
     for child in psutil.Process(process).children(recursive=True):
         with contextlib.suppress(psutil.Error):
             command = child.cmdline()
             if command and command[0].startswith("ray::Worker"):
-                found.append(child.pid)
-    return found
+                pids.append(child.pid)
+    return pids
 
 
 @pytest.fixture(scope="session")

@@ -107,8 +107,8 @@ def test_schemas_that_would_end_a_worker(cluster: Any, tmp_path: Path) -> None:
     its memory: now each is the error of its row, at first and on resume, and no worker dies."""
     explosion = {"allOf": [{"type": "integer", "multipleOf": prime} for prime in (7, 11, 13, 17, 19, 23)]}
     rows: list[dict[str, object]] = [{"prompt": "a", "max_new_tokens": 4} for _ in range(6)]
-    for place, schema in ((1, chain("defs", 3_000)), (2, chain("allOf", 3_000)), (4, explosion)):
-        rows[place]["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
+    for index, schema in ((1, chain("defs", 3_000)), (2, chain("allOf", 3_000)), (4, explosion)):
+        rows[index]["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
     made, summary = Job(tmp_path, cluster.address, rows, module="dsbd_cli"), tmp_path / "summary.json"
     code, _, err = made.finish("--set", f"summary={summary}", workers="1")
     assert code == 3, err
@@ -131,7 +131,7 @@ def test_workers_with_a_draft_head(head: str, cluster: Any, tmp_path: Path) -> N
     else:
         target = save_decoder(tmp_path / "target", build_decoder("llama", num_hidden_layers=LAYERS))
         head = str(eagle3(tmp_path / "head", "speculators"))
-    prompts = [" ".join(f"w{5 + (7 * row + place) % 90}" for place in range(2 + row)) for row in range(8)]
+    prompts = [" ".join(f"w{5 + (7 * row + number) % 90}" for number in range(2 + row)) for row in range(8)]
     texts = []
     for name, draft, workers in (
         ("none", ("none",), None),
@@ -139,7 +139,7 @@ def test_workers_with_a_draft_head(head: str, cluster: Any, tmp_path: Path) -> N
         ("two", (head, "--depth", "2"), "2"),
     ):
         (tmp_path / name).mkdir()
-        made = Job(tmp_path / name, cluster.address, [{"prompt": one} for one in prompts], module="dsbd_cli")
+        made = Job(tmp_path / name, cluster.address, [{"prompt": prompt} for prompt in prompts], module="dsbd_cli")
         options = ("--target", str(target), "--decode", "search", "--max-new-tokens", "8", "--draft", *draft)
         code, _, err = made.finish(*options, workers=workers)
         assert code == 0, err
@@ -230,21 +230,21 @@ def test_a_ray_of_its_own_is_closed_to_others(job: MakeJob, ray_folder: Path) ->
     made.holders(process, process.pid)
     tree = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
     listening = [
-        (one.name(), place.laddr)
-        for one in tree
-        for place in one.net_connections(kind="inet")
-        if place.status == psutil.CONN_LISTEN
+        (process.name(), connection.laddr)
+        for process in tree
+        for connection in process.net_connections(kind="inet")
+        if connection.status == psutil.CONN_LISTEN
     ]
     names = {name for name, _ in listening}
     assert {"gcs_server", "raylet"} <= names, names
     assert any(name.startswith("ray::Worker") for name in names), names
     assert {address.ip.removeprefix("::ffff:") for _, address in listening} <= {"127.0.0.1", "::1"}, listening
     [gcs] = {address.port for name, address in listening if name == "gcs_server"}
-    [server] = [one for one in tree if one.name() == "gcs_server"]
+    [server] = [process for process in tree if process.name() == "gcs_server"]
     token = server.environ()["RAY_AUTH_TOKEN"]
     asked = f"from ray._raylet import GcsClient; GcsClient(address='127.0.0.1:{gcs}').internal_kv_keys(b'', None)"
-    for mode, given, answered in (("disabled", "", False), ("token", "0" * 64, False), ("token", token, True)):
-        environment = {**os.environ, "HOME": str(home), "RAY_AUTH_MODE": mode, "RAY_AUTH_TOKEN": given}
+    for mode, sent, answered in (("disabled", "", False), ("token", "0" * 64, False), ("token", token, True)):
+        environment = {**os.environ, "HOME": str(home), "RAY_AUTH_MODE": mode, "RAY_AUTH_TOKEN": sent}
         call = [sys.executable, "-c", asked]
         told = subprocess.run(call, env=environment, capture_output=True, text=True, check=False)
         assert (told.returncode == 0) is answered, told.stderr

@@ -29,10 +29,10 @@ def test_every_row_of_a_data_set_has_an_answer_or_an_error(cluster: Any) -> None
         made = ray.data.from_items(rows).map_batches(
             Answer, fn_constructor_kwargs=options, concurrency=1, batch_size=4, num_cpus=1
         )
-        found = {row["n"]: row for row in made.take_all()}
+        by_number = {row["n"]: row for row in made.take_all()}
     finally:
         ray.shutdown()
-    assert sorted(found) == list(range(12))
-    assert [n for n, row in found.items() if row["error"] is not None] == [5]
+    assert sorted(by_number) == list(range(12))
+    assert [n for n, row in by_number.items() if row["error"] is not None] == [5]
     wanted = Answer(**options).answer({"id": ["r3"], "prompt": ["question: what 3"]})  # type: ignore[arg-type]
-    assert found[3]["text"] == wanted["text"][0]
+    assert by_number[3]["text"] == wanted["text"][0]

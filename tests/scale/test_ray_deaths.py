@@ -36,14 +36,14 @@ def below(process: int) -> list[psutil.Process]:
 def named(name: str, processes: list[psutil.Process]) -> list[int]:
     """Those that live and have this name, or a command that has it. The dead ones of the Ray before keep their name
     until their parent has heard of them."""
-    found = []
+    pids = []
     for process in processes:
         with contextlib.suppress(psutil.Error):
             if process.status() == psutil.STATUS_ZOMBIE:
                 continue
             if process.name() == name or any(name in word for word in process.cmdline()[:3]):
-                found.append(process.pid)
-    return found
+                pids.append(process.pid)
+    return pids
 
 
 class OwnRay(Job):
@@ -57,16 +57,16 @@ class OwnRay(Job):
 
     def find(self, process: subprocess.Popen[str], name: str) -> int:
         """The process of Ray with this name, once there is one."""
-        found: list[int] = []
+        pids: list[int] = []
 
         def look() -> bool:
             tree = below(process.pid)
             self.seen.update(tree)
-            found[:] = named(name, tree)
-            return bool(found)
+            pids[:] = named(name, tree)
+            return bool(pids)
 
         wait_until(look, process)
-        return found[0]
+        return pids[0]
 
     def kill_at(self, process: subprocess.Popen[str], rows: int, name: str) -> None:
         """Kill a process of Ray when so many records are written."""
@@ -181,12 +181,12 @@ def others(ray_folder: Path) -> Iterator[tuple[str, Callable[[], list[psutil.Pro
     options = ["--node-ip-address=127.0.0.1", f"--temp-dir={folder}", "--dashboard-agent-listen-port=0", *sizes]
 
     def processes() -> list[psutil.Process]:
-        found = set()
+        living = set()
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 if any(str(folder) in word for word in process.cmdline()):
-                    found.update([process, *process.children(recursive=True)])
-        return list(found)
+                    living.update([process, *process.children(recursive=True)])
+        return list(living)
 
     subprocess.run([*ray, *options], env={**os.environ, "RAY_TMPDIR": str(ray_folder)}, check=True, capture_output=True)
     seen = processes()

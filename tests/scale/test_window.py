@@ -20,16 +20,16 @@ def drive(
     dice = random.Random(seed)
     window = Window(capacity, ahead)
     out: dict[int, list[int]] = {}
-    given, read, deaths = Given(), 0, dict.fromkeys(range(rows), 0)
+    answers, read, deaths = Given(), 0, dict.fromkeys(range(rows), 0)
     for _ in range(200_000):
         while read < rows and window.room:
             number = window.add_answered("known") if read % 7 == 3 else window.read(read)
             assert number == read
             read += 1
         assert window.room == 0 or read == rows or not out
-        given += window.ready()
+        answers += window.ready()
         if read == rows and window.finished:
-            return given, window, deaths
+            return answers, window, deaths
         worker = dice.randrange(workers)
         if worker not in out:
             if dice.random() < 0.5:
@@ -79,11 +79,11 @@ def test_every_number_is_given_out_once(
     rows: int, workers: int, capacity: int, ahead: int, ordered: bool, seed: int, death: float, deadly: frozenset[int]
 ) -> None:
     deadly = frozenset(number for number in deadly if number % 7 != 3)
-    given, window, deaths = drive(rows, workers, capacity, ahead if ordered else None, seed, deadly, death)
-    numbers = [number for number, _ in given]
+    answers, window, deaths = drive(rows, workers, capacity, ahead if ordered else None, seed, deadly, death)
+    numbers = [number for number, _ in answers]
     assert (numbers if ordered else sorted(numbers)) == list(range(rows))
     assert not window.waits
-    for number, answer in given:
+    for number, answer in answers:
         wanted = "known" if number % 7 == 3 else "given up" if deaths[number] == MAX_DEATHS else "answered"
         assert answer == wanted
         assert number not in deadly or answer == "given up"
@@ -91,8 +91,8 @@ def test_every_number_is_given_out_once(
 
 def test_one_poisonous_row_takes_no_other_with_it() -> None:
     """Guards against giving up the neighbours of a row that kills its workers: they were out at the same deaths."""
-    given, _, deaths = drive(20, 2, 8, 1000, 0, frozenset({5}), 0.0)
-    assert [number for number, answer in given if answer == "given up"] == [5]
+    answers, _, deaths = drive(20, 2, 8, 1000, 0, frozenset({5}), 0.0)
+    assert [number for number, answer in answers if answer == "given up"] == [5]
     assert max(deaths[number] for number in range(20) if number != 5) <= ALONE_AFTER
 
 

@@ -46,14 +46,14 @@ def row(number: int, prompt: str) -> tuple[int, Request]:
 
 
 def drained(made: Worker, count: int) -> dict[int, Any]:
-    found: dict[int, Any] = {}
+    drained_answers: dict[int, Any] = {}
     limit = time.monotonic() + HANG_S
-    while len(found) < count:
+    while len(drained_answers) < count:
         assert time.monotonic() < limit
         exchange = made.exchange(())
         assert exchange.failure is None
-        found |= dict(exchange.answers)
-    return found
+        drained_answers |= dict(exchange.answers)
+    return drained_answers
 
 
 def test_rows_come_back_under_their_numbers() -> None:
@@ -62,11 +62,11 @@ def test_rows_come_back_under_their_numbers() -> None:
     assert isinstance(info, WorkerInfo)
     assert info.exactness == "same-text"
     made.put([row(7, "a"), row(3, "fail"), row(9, "b")])
-    found = drained(made, 3)
-    assert found[7].text == "a!0"
-    assert found[9].text == "b!0"
-    assert "900 tokens" in str(found[3].error)
-    assert all(one.request == NO_REQUEST for one in found.values()), "the driver has the requests"
+    results = drained(made, 3)
+    assert results[7].text == "a!0"
+    assert results[9].text == "b!0"
+    assert "900 tokens" in str(results[3].error)
+    assert all(result.request == NO_REQUEST for result in results.values()), "the driver has the requests"
 
 
 def test_an_exchange_answers_though_the_engine_is_at_work() -> None:
@@ -100,21 +100,21 @@ def test_a_kernel_that_fails_at_a_worker_takes_the_promise_of_the_run_with_it() 
     info = greeted(made)
     driver = RayEngine(WorkerSetup(fake, (), 4), PoolConfig(1, 1, "auto"), lambda line: None, lambda line: None)
     driver._window = window = Window(4, None)
-    place = _WorkerSlot(WorkerReport(0))
-    found = []
+    slot = _WorkerSlot(WorkerReport(0))
+    answered = []
     try:
-        driver._joined(place, info)
+        driver._joined(slot, info)
         for promised in ("same-text", "same-law"):
             engine.exactness = promised
             window.read(row(0, "a")[1])
-            exchange = made.exchange(window.take(place.number), wait_s=HANG_S)
+            exchange = made.exchange(window.take(slot.number), wait_s=HANG_S)
             while not exchange.answers:
                 exchange = made.exchange((), wait_s=HANG_S)
-            driver._answered(place, exchange)
-            found += [(driver.exactness, result.text) for _, result in window.ready()]
+            driver._answered(slot, exchange)
+            answered += [(driver.exactness, result.text) for _, result in window.ready()]
     finally:
         driver.close()
-    assert found == [("same-text", "a!0"), ("same-law", "a!0")]
+    assert answered == [("same-text", "a!0"), ("same-law", "a!0")]
 
 
 @pytest.mark.parametrize("answered", [False, True])
@@ -126,8 +126,8 @@ def test_a_model_that_ends_every_process_ends_the_run(answered: bool) -> None:
 
     driver = RayEngine(WorkerSetup(fake, (), 4), PoolConfig(1, 1, "auto"), lambda line: None, lambda line: None)
     driver._window = window = Window(4, None)
-    place = _WorkerSlot(WorkerReport(0, rows=int(answered)))
-    driver._workers = [place]
+    slot = _WorkerSlot(WorkerReport(0, rows=int(answered)))
+    driver._workers = [slot]
     for number in range(60):
         window.read(row(number, "a")[1])
 
@@ -135,13 +135,13 @@ def test_a_model_that_ends_every_process_ends_the_run(answered: bool) -> None:
         while not window.finished:
             window.join(0)
             window.take(0)
-            driver._died(place, "killed")
+            driver._died(slot, "killed")
             list(window.ready())
 
     try:
         if answered:
             kill_all()
-            assert place.report.deaths > USELESS_DEATHS
+            assert slot.report.deaths > USELESS_DEATHS
         else:
             message = f"{USELESS_DEATHS} workers died before a row was answered, the last one was worker 0: killed"
             with pytest.raises(DsbdError, match=message):
@@ -296,14 +296,14 @@ def test_what_an_engine_tells_goes_to_the_driver() -> None:
 
 def test_workers_that_differ_are_told_apart() -> None:
     info = EngineInfo("target", None, "float32", "cuda:0", threads=1)
-    one = WorkerInfo("1.0", ("a", "b"), "same-text", None, "host", info)
-    alike = replace(one, host="other", engine=replace(info, device="cuda:3", draft_device="cuda:4", threads=2))
-    assert one.difference(alike) is None
-    assert one.difference(replace(one, dsbd="1.1")) == "dsbd is 1.1 there and 1.0 here"
-    assert one.difference(replace(one, checkpoints=("a", "c"))) is not None
-    assert one.difference(replace(one, engine=replace(info, device="cpu"))) == "device is cpu there and cuda here"
+    worker = WorkerInfo("1.0", ("a", "b"), "same-text", None, "host", info)
+    alike = replace(worker, host="other", engine=replace(info, device="cuda:3", draft_device="cuda:4", threads=2))
+    assert worker.difference(alike) is None
+    assert worker.difference(replace(worker, dsbd="1.1")) == "dsbd is 1.1 there and 1.0 here"
+    assert worker.difference(replace(worker, checkpoints=("a", "c"))) is not None
+    assert worker.difference(replace(worker, engine=replace(info, device="cpu"))) == "device is cpu there and cuda here"
     for change in ({"dtype": "bfloat16"}, {"draft_dtype": "float32"}, {"chat": True}):
-        assert one.difference(replace(one, engine=replace(info, **change))) is not None
+        assert worker.difference(replace(worker, engine=replace(info, **change))) is not None
 
 
 # Answer: the same for Ray Data
@@ -323,7 +323,7 @@ def test_a_row_per_row_with_an_error_column(answer: Answer) -> None:
     assert made["error"][0] is None
     assert str(made["error"][1]).startswith("PromptTooLongError: prompt has 900 tokens")
     assert made["error"][2] == "InvalidRowError: neither prompt nor messages is given"
-    assert [one["text"] for one in made["beams"][0]] == ["a!0", "a!1"]  # type: ignore[index, attr-defined]
+    assert [beam["text"] for beam in made["beams"][0]] == ["a!0", "a!1"]  # type: ignore[index, attr-defined]
 
 
 def test_what_the_engine_of_an_answer_tells_goes_to_the_log(
@@ -345,16 +345,16 @@ def test_what_the_engine_of_an_answer_tells_goes_to_the_log(
 
 def test_the_draft_is_that_of_load(monkeypatch: pytest.MonkeyPatch) -> None:
     """Any other target than the built-in one was refused beside the built-in draft."""
-    given = list[object]()
-    monkeypatch.setattr(loading, "load", lambda *models, **_: given.extend(models) or fake())
+    loaded = list[object]()
+    monkeypatch.setattr(loading, "load", lambda *models, **_: loaded.extend(models) or fake())
     Answer("my-llama")
-    assert given == ["my-llama", "auto"]
+    assert loaded == ["my-llama", "auto"]
 
 
 def test_ids_are_those_of_a_table_with_empty_cells(answer: Answer) -> None:
-    rows: list[dict[str, object]] = [{"prompt": "a", "id": one} for one in (3, 3.0, "3", float("nan"), None)]
+    rows: list[dict[str, object]] = [{"prompt": "a", "id": row_id} for row_id in (3, 3.0, "3", float("nan"), None)]
     made = [answer._request(row) for row in rows]
-    names = [one.id for one in made if isinstance(one, Request)]
+    names = [request.id for request in made if isinstance(request, Request)]
     assert names[:3] == ["3"] * 3
     assert names[3] == names[4] != "nan"
 
@@ -362,11 +362,11 @@ def test_ids_are_those_of_a_table_with_empty_cells(answer: Answer) -> None:
 def test_batches_overlap(answer: Answer) -> None:
     """Two batches of an event loop are answered together: a batch's suffix does not leave the engine idle."""
 
-    async def one(prompt: str) -> list[object]:
+    async def generated(prompt: str) -> list[object]:
         return [item["text"] async for item in answer({"prompt": [prompt, "b"]})]
 
     async def both() -> list[list[object]]:
-        return await asyncio.gather(one("pause"), one("c"))
+        return await asyncio.gather(generated("pause"), generated("c"))
 
     assert asyncio.run(both()) == [[["pause!0", "b!0"]], [["c!0", "b!0"]]]
 

@@ -123,11 +123,11 @@ def test_the_divergence_is_that_of_the_kept_tokens_and_the_rest(kept: int) -> No
     generator = torch.Generator().manual_seed(3)
     target, draft = torch.randn(2, 5, 12, generator=generator)
     best = target.log_softmax(-1).topk(kept, -1)
-    found = divergence(draft, best.indices.to(torch.int32), best.values)
+    divergences = divergence(draft, best.indices.to(torch.int32), best.values)
     for row in range(5):
         p, q = (logits[row].double().softmax(-1)[best.indices[row]].tolist() for logits in (target, draft))
         wanted = plain_divergence([*p, 1 - sum(p)], [*q, 1 - sum(q)])
-        assert found[row].item() == pytest.approx(wanted, rel=2e-4)
+        assert divergences[row].item() == pytest.approx(wanted, rel=2e-4)
     same = divergence(target, best.indices, best.values)
     assert same.abs().max().item() < 1e-5
 
@@ -143,7 +143,7 @@ def test_all_tokens_kept_leave_no_number_undefined() -> None:
 
 def test_every_answer_is_learnt_once_before_any_twice() -> None:
     recipe = Recipe(100, 1e-3, 7, autocast=False)
-    places = [place for step in range(20) for place in recipe.places(step, 20)]
+    places = [index for step in range(20) for index in recipe.places(step, 20)]
     for epoch in range(8):
         assert sorted(places[20 * epoch : 20 * (epoch + 1)]) == list(range(20))
     assert places[:20] != places[20:40]
@@ -165,12 +165,12 @@ def test_targets_and_sizes_that_take_no_head(tmp_path: Path, checkpoint: Path) -
     other = spec_of(save(tmp_path / "other", "gpt2"))
     with pytest.raises(UnsupportedModelError, match="a head begins as a layer of a standard decoder, but "):
         draft_head_vocabulary(other, None)
-    one = save(tmp_path / "one", num_hidden_layers=1)
-    config = one / "config.json"
+    folder = save(tmp_path / "one", num_hidden_layers=1)
+    config = folder / "config.json"
     text = config.read_text()
     config.write_text(text.replace('"model_type"', '"quantization_config": {"quant_method": "gptq"}, "model_type"'))
     with pytest.raises(ModelError, match="is quantized, and quantized layers cannot be trained"):
-        draft_head_vocabulary(spec_of(one), None)
+        draft_head_vocabulary(spec_of(folder), None)
     config.write_text(text.replace('"model_type": "llama"', '"model_type": "t5", "num_layers": 1'))
     with pytest.raises(UnsupportedModelError, match="has an encoder"):
-        draft_head_vocabulary(spec_of(one), None)
+        draft_head_vocabulary(spec_of(folder), None)

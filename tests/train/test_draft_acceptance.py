@@ -43,11 +43,11 @@ def test_the_fastest_shape_counts_and_the_first_prompt_does_not(
         return real(self, rows)
 
     monkeypatch.setattr(Engine, "run", run)
-    found = measured_speed(engine_of(num_beams), requests(9), Budget(50.0, clock=lambda: now[0]))
-    assert found is not None
-    assert (found.plain, found.drafted, found.label) == (TOKENS / 2, TOKENS / 1, fastest)
+    speed = measured_speed(engine_of(num_beams), requests(9), Budget(50.0, clock=lambda: now[0]))
+    assert speed is not None
+    assert (speed.plain, speed.drafted, speed.label) == (TOKENS / 2, TOKENS / 1, fastest)
     # 12 s for the first prompt and 11 for each other one: after the fourth too little time is left
-    assert [one for one, _ in asked[:4]] == ["no draft", *(shape.label for shape in shapes(num_beams))]
+    assert [label for label, _ in asked[:4]] == ["no draft", *(shape.label for shape in shapes(num_beams))]
     assert asked[-1][1] == "3"
 
 
@@ -65,9 +65,12 @@ def test_a_slow_warm_up_does_not_end_it_before_the_budget_does(
         return real(self, rows)
 
     monkeypatch.setattr(Engine, "run", run)
-    found = measured_speed(engine_of(1), requests(9), Budget(budget, clock=lambda: now[0]))
+    speed = measured_speed(engine_of(1), requests(9), Budget(budget, clock=lambda: now[0]))
     # 120 s for the first prompt, 12 for each other one
-    assert (found is not None, asked) == (rounds > 0, [str(one) for one in range(max(1, rounds)) for _ in range(4)])
+    assert (speed is not None, asked) == (
+        rounds > 0,
+        [str(number) for number in range(max(1, rounds)) for _ in range(4)],
+    )
 
 
 def test_one_prompt_is_too_few_and_a_failing_one_is_left_out() -> None:

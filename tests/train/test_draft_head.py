@@ -54,12 +54,12 @@ def shaken(spec: ModelSpec) -> DraftHeadStudent:
     return head
 
 
-def path_to(answer: AnswerTokens, place: int) -> list[int]:
+def path_to(answer: AnswerTokens, node: int) -> list[int]:
     """The tokens of `text` up to one of them."""
-    parents, path = answer.parents, [place]
+    parents, path = answer.parents, [node]
     while parents[path[0]] >= 0:
         path.insert(0, parents[path[0]])
-    return [answer.text[one] for one in path]
+    return [answer.text[node] for node in path]
 
 
 @pytest.mark.parametrize("together", [True, False])
@@ -70,21 +70,21 @@ def test_each_step_is_the_layer_that_a_running_head_drafts(spec: ModelSpec, targ
     config = {"transformer_layer_config": head.layer}
     plain = ScalarHead(dict(head.state_dict()), config, build_decoder("llama", num_hidden_layers=LAYERS), head.taps)
     teacher, compared = Teacher(target, head.taps, IDS), [0] * UNROLLED
-    for some in [ANSWERS] if together else [[one] for one in ANSWERS]:
-        trees = Trees.of(some, [teacher.distribution(one).states for one in some])
+    for some in [ANSWERS] if together else [[answer] for answer in ANSWERS]:
+        trees = Trees.of(some, [teacher.distribution(answer).states for answer in some])
         for step, (logits, real) in enumerate(head.unrolled(trees, UNROLLED)):
-            for row, one in enumerate(some):
-                last = len(one.prompt) - 1
-                for place in range(last, len(one.text)):
-                    path = path_to(one, place)
-                    drafted = len(path) - len(one.prompt)
-                    assert bool(real[row, place - last]) is (drafted >= step)
+            for row, answer in enumerate(some):
+                last = len(answer.prompt) - 1
+                for node in range(last, len(answer.text)):
+                    path = path_to(answer, node)
+                    drafted = len(path) - len(answer.prompt)
+                    assert bool(real[row, node - last]) is (drafted >= step)
                     if drafted < step:
                         continue
                     wanted = plain.logits(path, len(path) - 1 - step)
-                    torch.testing.assert_close(logits[row, place - last], wanted, atol=2e-4, rtol=2e-4)
+                    torch.testing.assert_close(logits[row, node - last], wanted, atol=2e-4, rtol=2e-4)
                     compared[step] += 1
-                assert not bool(real[row, len(one.text) - last :].any())
+                assert not bool(real[row, len(answer.text) - last :].any())
     assert compared == [8 + 5 + 2, 7 + 4 + 1, 5 + 3, 2 + 2]
 
 
@@ -92,9 +92,9 @@ def test_what_is_written_is_what_was_trained(spec: ModelSpec, target: Any, tmp_p
     """Our own reader gives the trained head's logits; what other engines ask of such a folder is there."""
     head = shaken(spec)
     head.write(tmp_path, "float32")
-    found = load_draft_head(*open_pair(spec, ModelSpec(str(tmp_path), "draft", dtype="float32", device="cpu")), target)
-    assert found.lm_head_ids is not None
-    assert found.lm_head_ids.tolist() == IDS.tolist()
+    loaded = load_draft_head(*open_pair(spec, ModelSpec(str(tmp_path), "draft", dtype="float32", device="cpu")), target)
+    assert loaded.lm_head_ids is not None
+    assert loaded.lm_head_ids.tolist() == IDS.tolist()
     assert target._tap.layers == head.taps, "as written, whatever the states of other layers would give"
     text = ANSWERS[1].text
     places = torch.arange(len(text))
@@ -107,14 +107,14 @@ def test_what_is_written_is_what_was_trained(spec: ModelSpec, target: Any, tmp_p
         rows=torch.zeros(1, dtype=torch.int64),
         chain=True,
     )
-    found.reserve(1, len(text) + 1)
+    loaded.reserve(1, len(text) + 1)
     target.forward(batch, logits=False)
-    given = found.forward(batch)
+    logits = loaded.forward(batch)
     target.tap(None)
     states = Teacher(target, head.taps, IDS).distribution(ANSWERS[1]).states
-    assert given is not None
+    assert logits is not None
     wanted, _ = next(head.unrolled(Trees.of(ANSWERS[1:2], [states]), 1))
-    torch.testing.assert_close(given, wanted.detach(), atol=2e-4, rtol=2e-4)
+    torch.testing.assert_close(logits, wanted.detach(), atol=2e-4, rtol=2e-4)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["speculators_model_type"] == "eagle3"
     assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] > 0
@@ -177,13 +177,13 @@ def test_a_step_of_a_head_does_not_depend_on_how_its_answers_are_put_together(
         assert len(run._parts(list(ANSWERS))) == (1 if most > 1 else len(ANSWERS))
         losses.append(run.run_step())
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    head, found, weights = shaken(spec), 0.0, 0.0
-    laws = [Teacher(target, head.taps, IDS).distribution(one) for one in ANSWERS]
-    for one, law in zip(ANSWERS, laws, strict=True):
-        for step, (logits, real) in enumerate(head.unrolled(Trees.of([one], [law.states]), UNROLLED)):
+    head, total, weights = shaken(spec), 0.0, 0.0
+    laws = [Teacher(target, head.taps, IDS).distribution(answer) for answer in ANSWERS]
+    for answer, law in zip(ANSWERS, laws, strict=True):
+        for step, (logits, real) in enumerate(head.unrolled(Trees.of([answer], [law.states]), UNROLLED)):
             apart = divergence(logits[0], law.ids, law.logs)[real[0]]
-            found, weights = found + 0.8**step * apart.sum().item(), weights + 0.8**step * len(apart)
-    assert losses[0] == pytest.approx(found / weights, rel=1e-5)
+            total, weights = total + 0.8**step * apart.sum().item(), weights + 0.8**step * len(apart)
+    assert losses[0] == pytest.approx(total / weights, rel=1e-5)
 
 
 def test_long_prompts_go_through_a_head_one_by_one(
@@ -196,7 +196,7 @@ def test_long_prompts_go_through_a_head_one_by_one(
     head = shaken(spec)
     run = Training(head, Teacher(target, head.taps, IDS), ANSWERS, Recipe(10, 1e-3, 0, autocast=False))
     for length, parts in ((4, 1), (400, 4)):
-        answers = [chain(tuple(range(length)), (20, 21 + one)) for one in range(4)]
+        answers = [chain(tuple(range(length)), (20, 21 + number)) for number in range(4)]
         assert len(run._parts(answers)) == parts
 
 
@@ -209,8 +209,8 @@ def test_a_damaged_checkpoint_is_named(spec: ModelSpec, tmp_path: Path) -> None:
 
 def test_a_head_is_measured_with_the_targets_own_ids(tmp_path: Path) -> None:
     """Guards targets whose LM head is a table of its own: the head takes rows of it, not of itself."""
-    place = save_decoder(tmp_path / "t", build_decoder("llama", num_hidden_layers=LAYERS, tie_word_embeddings=False))
-    spec = ModelSpec(str(place), dtype="float32", device="cpu")
+    folder = save_decoder(tmp_path / "t", build_decoder("llama", num_hidden_layers=LAYERS, tie_word_embeddings=False))
+    spec = ModelSpec(str(folder), dtype="float32", device="cpu")
     (tmp_path / "h").mkdir()
     new_draft_head(spec, IDS, 0).write(tmp_path / "h", "float32")
     plain, draft = (
@@ -230,19 +230,19 @@ def test_the_teacher_of_a_head(spec: ModelSpec, target: Any, monkeypatch: pytest
     model, taps = build_decoder("llama", num_hidden_layers=LAYERS), tapped_layers(LAYERS)
     teacher = Teacher(target, taps, IDS, kept_bytes=0)
     mass = torch.zeros(V, dtype=torch.float64)
-    for one in ANSWERS:
-        found, again = teacher.distribution(one), teacher.distribution(one)
+    for answer in ANSWERS:
+        distribution, again = teacher.distribution(answer), teacher.distribution(answer)
         for name in ("ids", "logs", "states"):
-            assert torch.equal(getattr(found, name), getattr(again, name))
-        last = len(one.prompt) - 1
-        assert len(found.ids) == one.learnt == len(one.text) - last
-        for place in range(len(one.text)):
-            said = model(input_ids=torch.tensor([path_to(one, place)]), output_hidden_states=True, use_cache=False)
+            assert torch.equal(getattr(distribution, name), getattr(again, name))
+        last = len(answer.prompt) - 1
+        assert len(distribution.ids) == answer.learnt == len(answer.text) - last
+        for node in range(len(answer.text)):
+            said = model(input_ids=torch.tensor([path_to(answer, node)]), output_hidden_states=True, use_cache=False)
             taken = torch.cat([said.hidden_states[layer][0, -1] for layer in taps])
-            torch.testing.assert_close(found.states[place], taken, atol=2e-4, rtol=2e-4)
-            if place >= last:
+            torch.testing.assert_close(distribution.states[node], taken, atol=2e-4, rtol=2e-4)
+            if node >= last:
                 logs = said.logits[0, -1, IDS].log_softmax(-1).topk(distributions.TOP).values
-                torch.testing.assert_close(found.logs[place - last], logs, atol=2e-4, rtol=2e-4)
+                torch.testing.assert_close(distribution.logs[node - last], logs, atol=2e-4, rtol=2e-4)
                 mass += said.logits[0, -1].double().softmax(-1)
     wanted = mass.topk(10).indices.sort().values
     assert likely_tokens(target, ANSWERS, 10).tolist() == wanted.tolist()
@@ -279,13 +279,13 @@ def test_trees_hold_the_live_beams(
         assert not make_answers(engine, requests, LineWriter(stream, str(path), owned=False), lambda number: None)
     lines, answers = [json.loads(line) for line in path.read_text().splitlines()], read_answers(path)
     assert len(answers) == len(requests)
-    for line, one in zip(lines, answers, strict=True):
-        assert one.prompt == tuple(line["prompt_ids"])
-        paths = {tuple(path_to(one, place)) for place in range(len(one.text))}
+    for line, answer in zip(lines, answers, strict=True):
+        assert answer.prompt == tuple(line["prompt_ids"])
+        paths = {tuple(path_to(answer, node)) for node in range(len(answer.text))}
         for tokens in line["answers"]:
-            assert (*one.prompt, *tokens[:-1]) in paths
-        assert len(paths) == len(one.text), "no token stands there twice"
-        depths = one.positions[len(one.prompt) :]
+            assert (*answer.prompt, *tokens[:-1]) in paths
+        assert len(paths) == len(answer.text), "no token stands there twice"
+        depths = answer.positions[len(answer.prompt) :]
         assert depths == sorted(depths)
         counts = [depths.count(depth) for depth in sorted(set(depths))]
         assert max(counts) <= width

@@ -60,11 +60,11 @@ def test_kept_logits_are_the_full_heads(family: str, tied: bool, tmp_path: Path)
     before = load_model(Checkpoint.open(spec(full))).model
     after, codec, _ = load_model(Checkpoint.open(spec(tmp_path / "small")))
     tokens = [1, 5, 96, 33, 90]
-    expected, found = one_forward(before, tokens), one_forward(after, tokens)
-    kept = torch.isfinite(found).all(0).nonzero().flatten().tolist()
+    expected, logits = one_forward(before, tokens), one_forward(after, tokens)
+    kept = torch.isfinite(logits).all(0).nonzero().flatten().tolist()
     assert set(kept) >= {0, 1, 2, 5, 7, 11, 40, 90}  # special ids, end tokens, the counted ones
     assert (len(kept), report.kept, report.vocab_size) == (12, 12, V)
-    assert torch.equal(found[:, kept], expected[:, kept])
+    assert torch.equal(logits[:, kept], expected[:, kept])
     assert after.vocab_size == V
     assert codec.eos_ids == (2,)
     with safe_open(tmp_path / "small" / LM_HEAD_FILE, "pt") as file:
@@ -130,11 +130,11 @@ def test_rejection_keeps_the_targets_distribution(tmp_path: Path) -> None:
     engine = Engine(drafted.target, drafted.draft, drafted.codec, config, batch_size=500)
     sampling = SamplingConfig(max_new_tokens=1, top_k=6)
     results = list(engine.run(Request(id=str(i), seed=i, prompt_ids=(1, 5), sampling=sampling) for i in range(4000)))
-    found = Counter(result.hypotheses[0].token_ids[0] for result in results)
+    counts = Counter(result.hypotheses[0].token_ids[0] for result in results)
     expected = {int(token): 4000 * float(p) for token, p in zip(best.indices, wanted, strict=True)}
-    assert found.keys() <= expected.keys()
+    assert counts.keys() <= expected.keys()
     assert sum(result.stats.accepted for result in results) > 400
-    assert sum((found[token] - count) ** 2 / count for token, count in expected.items()) < 31
+    assert sum((counts[token] - count) ** 2 / count for token, count in expected.items()) < 31
 
 
 def test_choice_of_ids() -> None:

@@ -4,6 +4,6 @@ from training.tasks.generator import SPLITS, Generator
 from training.tasks.qa import QaGenerator
 from training.tasks.sql import SqlGenerator
 
-GENERATORS: dict[str, Generator] = {one.name: one for one in (SqlGenerator(), QaGenerator())}
+GENERATORS: dict[str, Generator] = {generator.name: generator for generator in (SqlGenerator(), QaGenerator())}
 
 __all__ = ["GENERATORS", "SPLITS", "Generator", "QaGenerator", "SqlGenerator"]

@@ -30,12 +30,12 @@ def _make_passage(split: str, rng: random.Random, level: int) -> _Passage:
         verbs[-1] = verbs[0]
     sentences, facts, deeds = [], [], []
     for verb, noun, role in zip(verbs, nouns, rng.sample(ROLES, count), strict=True):
-        known = level > 1 and rng.random() < 0.6
-        person = make_person(split, rng, taken, role if known else "")
-        if known:
+        known_role = level > 1 and rng.random() < 0.6
+        person = make_person(split, rng, taken, role if known_role else "")
+        if known_role:
             sentences.append(f"{person.name} was a {person.role}.")
         fact = make_fact(split, rng, taken, person, verb, noun)
-        sentence, deed = tell(fact, rng, known and rng.random() < 0.4)
+        sentence, deed = tell(fact, rng, known_role and rng.random() < 0.4)
         sentences.append(sentence)
         facts.append(fact)
         deeds.append(deed)

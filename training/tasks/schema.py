@@ -106,8 +106,8 @@ def make_schema(split: str, rng: random.Random, tables: int, widest: int) -> Sch
     values: set[str] = set()
     names = [draw_name(split, lambda: compound(rng, TABLE_MODIFIERS, TABLE_NOUNS), taken) for _ in range(tables)]
     made: list[Table] = []
-    for place, name in enumerate(names):
-        parent = rng.choice(names[:place]) if place else None
+    for index, name in enumerate(names):
+        parent = rng.choice(names[:index]) if index else None
         keys = [Column(f"{name}_id", "key")]
         if parent is not None:
             keys.append(Column(f"{parent}_id", "key"))

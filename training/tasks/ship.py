@@ -17,7 +17,7 @@ COUNTS = {"dev": 200, "test": 500}
 def content(name: str, split: str) -> bytes:
     """One JSON line per record."""
     records = islice(GENERATORS[name].records(split, SEED), COUNTS[split])
-    lines = [json.dumps(asdict(one), ensure_ascii=False, separators=(",", ":")) + "\n" for one in records]
+    lines = [json.dumps(asdict(record), ensure_ascii=False, separators=(",", ":")) + "\n" for record in records]
     return "".join(lines).encode()
 
 

@@ -116,13 +116,13 @@ def condition(scope: Scope, rng: random.Random, level: int) -> Clause:
 def membership(schema: Schema, rng: random.Random) -> tuple[Scope, Clause]:
     """Parents with no child, or with some child that meets a condition."""
     parent, child = rng.choice(schema.pairs())
-    one = child.name.replace("_", " ")
+    name = child.name.replace("_", " ")
     if rng.random() < 0.5:
         sql = f" WHERE {parent.key} NOT IN ( SELECT {parent.key} FROM {child.name} )"
-        return Scope(parent), Clause(f" without any {one}", sql)
+        return Scope(parent), Clause(f" without any {name}", sql)
     inner = compare(rng.choice(child.plain_columns()), rng)
     sql = f" WHERE {parent.key} IN ( SELECT {parent.key} FROM {child.name} WHERE {inner.sql} )"
-    return Scope(parent), Clause(f" that have some {one} whose {inner.words}", sql)
+    return Scope(parent), Clause(f" that have some {name} whose {inner.words}", sql)
 
 
 def _pick_scope(schema: Schema, rng: random.Random, level: int) -> tuple[Scope, Clause]:

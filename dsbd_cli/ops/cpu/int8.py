@@ -115,13 +115,13 @@ class TorchInt8:
         """Quantize x [r, i]. Return integers [r, i] in 1 .. 255, the scale of each row [r, 1], and outliers [r, k]."""
         levels = torch.empty_like(x, dtype=torch.uint8)
         steps = self.scales.new_empty(len(x), 1)
-        for rows, found, step in zip(
+        for rows, row_levels, step in zip(
             x.split(LEVEL_ROWS), levels.split(LEVEL_ROWS), steps.split(LEVEL_ROWS), strict=True
         ):
             # each product, quotient and sum is rounded by itself: where torch fuses some, bits depend on the place
             ordinary = rows * self._ordinary_mask
             step.copy_(ordinary.abs().amax(1, keepdim=True)).div_(LEVELS).clamp_min_(SMALLEST)
-            found.copy_(ordinary.float().div_(step).add_(ZERO + 0.5).to(torch.int32))
+            row_levels.copy_(ordinary.float().div_(step).add_(ZERO + 0.5).to(torch.int32))
         return levels, steps, x.index_select(1, self._outliers)
 
     def multiply(self, levels: Tensor, steps: Tensor, outlier_x: Tensor) -> Tensor:
@@ -163,9 +163,9 @@ class CompiledInt8:
         assert x.dtype == self._dtype
         assert x.is_cpu
         assert x.shape[1] == self._given
-        given = x
+        unpadded = x
         if self._given < self._inputs or x.stride(1) != 1:
-            x = recording.compute(lambda: nn.functional.pad(given, (0, self._inputs - self._given)).contiguous())
+            x = recording.compute(lambda: nn.functional.pad(unpadded, (0, self._inputs - self._given)).contiguous())
         rows = x.shape[0]
         levels = recording.empty(rows, self._inputs, dtype=torch.uint8)
         steps = recording.empty(rows, 1, dtype=torch.float32)

@@ -63,8 +63,8 @@ def prompt_kernel(
             weights = tl.exp(scores - top[:, None])
             old = tl.exp(best - top)
             values = v + row * v_row + head * v_head + s[:, None].to(tl.int64) * v_slot + e[None, :]
-            given = tl.load(values, mask=inside[:, None] & wide[None, :], other=0.0)
-            sums = sums * old[:, None] + tl.dot(weights.to(given.dtype), given, input_precision="ieee")
+            value = tl.load(values, mask=inside[:, None] & wide[None, :], other=0.0)
+            sums = sums * old[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
             mass = mass * old + tl.sum(weights, 1)
             best = top
         at = (program * parts + part) * queries + i
@@ -118,8 +118,8 @@ def suffix_kernel(
         weights = tl.exp((scores - safe[:, None]).to(WIDE))
         old = tl.exp((best - safe).to(WIDE))
         values = v + row * v_row + head * v_head + s[:, None].to(tl.int64) * v_slot + column[None, :]
-        given = tl.load(values, mask=inside[:, None] & own_columns[None, :], other=0.0).to(WIDE)
-        sums = sums * old[:, None] + tl.sum(weights[:, :, None] * given[None, :, :], 1)
+        value = tl.load(values, mask=inside[:, None] & own_columns[None, :], other=0.0).to(WIDE)
+        sums = sums * old[:, None] + tl.sum(weights[:, :, None] * value[None, :, :], 1)
         mass = mass * old + tl.sum(weights, 1)
         best = top
     result = sums / tl.where(mass > 0, mass, 1.0)[:, None]

@@ -76,8 +76,8 @@ def candidates_kernel(
         tied = inside & (leading == prefix)
         rank = equal + tl.cumsum(tied.to(tl.int32), 0)
         keep = (inside & (leading > prefix)) | (tied & (rank <= ties))
-        place = taken + tl.cumsum(keep.to(tl.int32), 0) - 1
-        to = node * count + place
+        index = taken + tl.cumsum(keep.to(tl.int32), 0) - 1
+        to = node * count + index
         tl.store(out_tokens + to, at.to(tl.int64), mask=keep)
         tl.store(out_logprobs + to, tl.where(valid, (x - best) - tl.log(total), float("nan")), mask=keep)
         taken += tl.sum(keep.to(tl.int32), 0)

@@ -94,7 +94,7 @@ def commit_kernel(
     tile = tl.arange(0, TILE)
     for start in tl.range(0, end, TILE):
         column = start + tile
-        found = texts(
+        finished = texts(
             finished_tokens, h_old, h_origin, row_history, h_root, begun, node_path_tokens, row_nodes, h_node,
             h_token, h_steps, depth, history, column,
         )  # fmt: skip
@@ -104,7 +104,7 @@ def commit_kernel(
         )  # fmt: skip
         tl.debug_barrier()
         some = kept[:, None] & (column < end)[None, :]
-        tl.store(finished_tokens + mine[:, None] * history + column[None, :], found, mask=some)
+        tl.store(finished_tokens + mine[:, None] * history + column[None, :], finished, mask=some)
         tl.store(next_history + mine[:, None] * history + column[None, :], live, mask=some)
         tl.debug_barrier()
     tl.store(finished_origin + mine, w.to(tl.int64), mask=kept)
@@ -116,7 +116,7 @@ def commit_kernel(
     bits = tl.load(node_ancestors + (row_nodes + n_parent)[:, None] * window + t[None, :], mask=inside, other=0) != 0
     bits = bits & alive[:, None]
     keep = tl.max(bits.to(tl.int32), 0) > 0
-    place = tl.cumsum(keep.to(tl.int32), 0) - 1
+    rank = tl.cumsum(keep.to(tl.int32), 0) - 1
     count = tl.sum(keep.to(tl.int32), 0)
     shared = tl.min((bits | (alive == 0)[:, None]).to(tl.int32), 0) > 0
     parted = tl.min(tl.where(keep & (shared == 0), t, TP), 0)
@@ -130,10 +130,10 @@ def commit_kernel(
     tl.store(moved_source + row * window + t, still, mask=t < window)
     tl.store(moved_target + row * window + t, still, mask=t < window)
     tl.debug_barrier()
-    tl.store(table_positions + row * table_slots + base + place, kept_positions, mask=keep)
-    tl.store(table_tokens + row * table_slots + base + place, kept_tokens, mask=keep)
-    tl.store(moved_source + row * window + place, before, mask=keep)
-    tl.store(o_bits + (place - common)[None, :], bits, mask=kept[:, None] & (keep & (place >= common))[None, :])
+    tl.store(table_positions + row * table_slots + base + rank, kept_positions, mask=keep)
+    tl.store(table_tokens + row * table_slots + base + rank, kept_tokens, mask=keep)
+    tl.store(moved_source + row * window + rank, before, mask=keep)
+    tl.store(o_bits + (rank - common)[None, :], bits, mask=kept[:, None] & (keep & (rank >= common))[None, :])
     still_run = tl.minimum(run, base) + tl.sum((keep & (before < run)).to(tl.int32), 0)
     tl.store(table_used + row, base + count)
     tl.store(table_common_prefix + row, base + common)

@@ -114,11 +114,11 @@ def child_state(eos, stops, state, token, mine, vocabulary, STOPS: tl.constexpr)
 @triton.jit
 def value_at(x, chosen, k, flat, count):
     """Return x[chosen] for the first `count` of the numbers `k`, else -inf. x: a pool at the places `flat`."""
-    found = tl.full(k.shape, NEG_INF, tl.float32)
+    values = tl.full(k.shape, NEG_INF, tl.float32)
     for i in range(count):
         here = tl.sum(tl.where(k == i, chosen, 0), 0)
-        found = tl.where(k == i, tl.max(tl.where(flat == here, x, NEG_INF), 0), found)
-    return found
+        values = tl.where(k == i, tl.max(tl.where(flat == here, x, NEG_INF), 0), values)
+    return values
 
 
 @triton.jit
@@ -126,18 +126,18 @@ def largest(pool, count, k, flat):
     """Select the `count` largest numbers of a pool at the places `flat`, in descending order, at the numbers `k`.
     Return their places, which of them exist, their values, and the value of the last one."""
     chosen = k * 0
-    found = k < 0
+    exists = k < 0
     values = tl.full(k.shape, NEG_INF, pool.dtype)
     last = tl.full((), NEG_INF, pool.dtype)
     for i in range(count):
         value, index = tl.max(pool, 0, return_indices=True)
         got = is_some(value)
         chosen = tl.where((k == i) & got, index, chosen)
-        found = found | ((k == i) & got)
+        exists = exists | ((k == i) & got)
         pool = tl.where(flat == index, NEG_INF, pool)
         values = tl.where(k == i, value, values)
         last = value
-    return chosen, found, values, last
+    return chosen, exists, values, last
 
 
 @triton.jit

@@ -108,14 +108,14 @@ def begin_kernel(
         if draft_backlog > 0:
             tl.store(backlog_mask + wide[:, None] * slots + s[None, :], seen, mask=wanted)
     for j in range(draft_backlog):
-        place = first - draft_backlog + j
-        known = tl.maximum(place, 0)
+        slot = first - draft_backlog + j
+        read_slot = tl.maximum(slot, 0)
         to = row * backlog_nodes + j
         part = rows.to(tl.int64) * backlog_nodes
-        tl.store(backlog_numbers + to, tl.load(table_tokens + row * table_slots + known))
-        tl.store(backlog_numbers + part + to, tl.load(table_positions + row * table_slots + known))
-        tl.store(backlog_numbers + 2 * part + to, tl.where(place >= 0, place, trash))
-        bit = tl.minimum(tl.maximum(place - base, 0), window - 1)
+        tl.store(backlog_numbers + to, tl.load(table_tokens + row * table_slots + read_slot))
+        tl.store(backlog_numbers + part + to, tl.load(table_positions + row * table_slots + read_slot))
+        tl.store(backlog_numbers + 2 * part + to, tl.where(slot >= 0, slot, trash))
+        bit = tl.minimum(tl.maximum(slot - base, 0), window - 1)
         holds = tl.load(beam_ancestors + mine * window + bit, mask=real, other=0) != 0
         owner = tl.min(tl.where(holds, w, WP), 0)
         owner = tl.where(owner < WP, owner, 0)
@@ -124,32 +124,32 @@ def begin_kernel(
             t = s - base
             inside = (t >= 0) & (t < window) & (s < slots)
             seen = tl.load(beam_ancestors + (row * roots + owner) * window + t, mask=inside, other=0) != 0
-            seen = ((seen | (t < 0)) & (s <= known)) | (s == known)
+            seen = ((seen | (t < 0)) & (s <= read_slot)) | (s == read_slot)
             tl.store(backlog_mask + to * slots + s, seen, mask=s < slots)
 
 
 @triton.jit
 def record_distribution(
-    o_q_tokens, o_log_q, o_distribution, token, log_q, chosen, found, real, row, rows, nodes, first, layer, depth,
+    o_q_tokens, o_log_q, o_distribution, token, log_q, chosen, exists, real, row, rows, nodes, first, layer, depth,
     candidates, count, n, c, k, flat, NP: tl.constexpr, CP: tl.constexpr,
 ):  # fmt: skip
     """Record the distribution that the drafts are drawn from, and what is left of it before each draw."""
-    known = (row * nodes + first + n)[:, None] * candidates + c[None, :]
-    tl.store(o_log_q + known, log_q, mask=real)
-    tl.store(o_q_tokens + known, token, mask=real)
+    pairs = (row * nodes + first + n)[:, None] * candidates + c[None, :]
+    tl.store(o_log_q + pairs, log_q, mask=real)
+    tl.store(o_q_tokens + pairs, token, mask=real)
     drawn_of = (row * depth + layer) * count
     rest_of = rows.to(tl.int64) * depth * count + drawn_of
     distribution = tl.reshape(tl.where(real, log_q, NEG_INF), (NP * CP,)).to(tl.float64)
     rest = distribution
     for i in range(count):
-        here = tl.sum(tl.where((k == i) & found, chosen, -1 * (k == i).to(tl.int32)), 0)
+        here = tl.sum(tl.where((k == i) & exists, chosen, -1 * (k == i).to(tl.int32)), 0)
         rest = tl.where(flat == here, NEG_INF, rest)
     top = tl.max(rest, 0)
     shift = tl.where(is_finite(top), top, 0.0)
     left_over = tl.log(tl.sum(tl.exp(rest - shift), 0)) + shift
     for i in range(count):
         j = count - 1 - i
-        here = tl.sum(tl.where((k == j) & found, chosen, -1 * (k == j).to(tl.int32)), 0)
+        here = tl.sum(tl.where((k == j) & exists, chosen, -1 * (k == j).to(tl.int32)), 0)
         log_drawn = tl.max(tl.where(flat == here, distribution, NEG_INF), 0)
         high = tl.maximum(left_over, log_drawn)
         low = tl.minimum(left_over, log_drawn)
@@ -212,7 +212,7 @@ def extend_kernel(
     else:
         pool = tl.reshape(allowed, (NP * CP,))
     k = tl.arange(0, KP)
-    chosen, found, _, _ = largest(pool, drafts, k, flat)
+    chosen, exists, _, _ = largest(pool, drafts, k, flat)
     beam = chosen // CP
     column = chosen % CP
     mine = k < drafts
@@ -230,7 +230,7 @@ def extend_kernel(
     to = row * nodes + below
     state = tl.load(forest_numbers + STOP * plane + parent, mask=mine, other=1)
     state, last = child_state(endings_eos, endings_stops, state, child, mine, vocabulary, STOPS)
-    place = tl.load(table_used + row) + below
+    slot = tl.load(table_used + row) + below
     base = tl.load(table_common_prefix + row)
     depths = tl.minimum(tl.load(beam_depth + row) + layer + 1 + k * 0, last_position)
     path = child_path(tl.load(forest_numbers + PATH * plane + parent, mask=mine, other=0), child)
@@ -244,19 +244,19 @@ def extend_kernel(
     tl.store(forest_numbers + PATH * plane + to, path, mask=mine)
     tl.store(forest_numbers + STOP * plane + to, state, mask=mine)
     tl.store(forest_numbers + DRAFTER_ID * plane + to, state * 0, mask=mine)
-    tl.store(forest_numbers + SLOT * plane + to, place, mask=mine)
+    tl.store(forest_numbers + SLOT * plane + to, slot, mask=mine)
     tl.store(forest_numbers + POSITION * plane + to, depths, mask=mine)
-    tl.store(forest_flags + VALID * plane + to, found, mask=mine)
+    tl.store(forest_flags + VALID * plane + to, exists, mask=mine)
     tl.store(forest_flags + ENDS * plane + to, last, mask=mine)
-    tl.store(forest_flags + SAMPLED * plane + to, found & (RULE != SEARCH), mask=mine)
+    tl.store(forest_flags + SAMPLED * plane + to, exists & (RULE != SEARCH), mask=mine)
     tl.store(forest_weight + to, own, mask=mine)
-    tl.store(table_positions + row * table_slots + place, depths, mask=mine)
-    tl.store(table_tokens + row * table_slots + place, child, mask=mine)
+    tl.store(table_positions + row * table_slots + slot, depths, mask=mine)
+    tl.store(table_tokens + row * table_slots + slot, child, mask=mine)
     for step in range(depth):
         before = tl.load(forest_path_tokens + parent * depth + step, mask=mine, other=0)
         tl.store(forest_path_tokens + to * depth + step, tl.where(step == layer, child, before), mask=mine)
     tile = tl.arange(0, TILE)
-    bit = place - base
+    bit = slot - base
     for start in tl.range(0, window, TILE):
         t = start + tile
         inside = mine[:, None] & (t < window)[None, :]
@@ -271,7 +271,7 @@ def extend_kernel(
         tl.store(forest_mask + to[:, None] * slots + s[None, :], seen, mask=mine[:, None] & (s < slots)[None, :])
     if DISTRIBUTION:
         record_distribution(
-            draft_tokens, draft_log_q, draft_log_left, token, log_q, chosen, found, real, row, rows, nodes, first,
+            draft_tokens, draft_log_q, draft_log_left, token, log_q, chosen, exists, real, row, rows, nodes, first,
             layer, depth, candidates, drafts, n, c, k, flat, NP, CP,
         )  # fmt: skip
 

@@ -146,9 +146,9 @@ def rotate_kernel(
         c2 = tl.load(cos + angle + HALF, mask=inside, other=0.0).to(tl.float32)
         s1 = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
         s2 = tl.load(sin + angle + HALF, mask=inside, other=0.0).to(tl.float32)
-        one, two = first.to(tl.float32), second.to(tl.float32)
+        x1, x2 = first.to(tl.float32), second.to(tl.float32)
         if NORMS:
-            root = tl.sqrt_rn(tl.div_rn(tl.sum(one * one, 0) + tl.sum(two * two, 0), 2.0 * HALF) + eps)
+            root = tl.sqrt_rn(tl.div_rn(tl.sum(x1 * x1, 0) + tl.sum(x2 * x2, 0), 2.0 * HALF) + eps)
             scale = tl.div_rn(1.0, root)
             if head < QUERIES:
                 w1 = tl.load(query_norm + at, mask=inside, other=0.0).to(tl.float32)
@@ -157,25 +157,25 @@ def rotate_kernel(
                 w1 = tl.load(key_norm + at, mask=inside, other=0.0).to(tl.float32)
                 w2 = tl.load(key_norm + HALF + at, mask=inside, other=0.0).to(tl.float32)
             if UNIT_OFFSET:
-                one = (one * scale * (1.0 + w1)).to(kind).to(tl.float32)
-                two = (two * scale * (1.0 + w2)).to(kind).to(tl.float32)
+                x1 = (x1 * scale * (1.0 + w1)).to(kind).to(tl.float32)
+                x2 = (x2 * scale * (1.0 + w2)).to(kind).to(tl.float32)
             else:
-                one = (w1 * (one * scale).to(kind).to(tl.float32)).to(kind).to(tl.float32)
-                two = (w2 * (two * scale).to(kind).to(tl.float32)).to(kind).to(tl.float32)
-        turned_one = ((one * c1).to(kind).to(tl.float32) + (-two * s1).to(kind).to(tl.float32)).to(kind)
-        turned_two = ((two * c2).to(kind).to(tl.float32) + (one * s2).to(kind).to(tl.float32)).to(kind)
+                x1 = (w1 * (x1 * scale).to(kind).to(tl.float32)).to(kind).to(tl.float32)
+                x2 = (w2 * (x2 * scale).to(kind).to(tl.float32)).to(kind).to(tl.float32)
+        turned_one = ((x1 * c1).to(kind).to(tl.float32) + (-x2 * s1).to(kind).to(tl.float32)).to(kind)
+        turned_two = ((x2 * c2).to(kind).to(tl.float32) + (x1 * s2).to(kind).to(tl.float32)).to(kind)
         if head < QUERIES:
             to = out + (((row // nodes) * QUERIES + head) * nodes + row % nodes) * dim + at
             tl.store(to, turned_one, mask=inside)
             tl.store(to + HALF, turned_two, mask=inside)
         else:
-            place = keys + (tl.load(slots + row) * KEYS + head - QUERIES) * dim + at
-            tl.store(place, turned_one, mask=inside)
-            tl.store(place + HALF, turned_two, mask=inside)
+            target = keys + (tl.load(slots + row) * KEYS + head - QUERIES) * dim + at
+            tl.store(target, turned_one, mask=inside)
+            tl.store(target + HALF, turned_two, mask=inside)
     else:
-        place = values + (tl.load(slots + row) * KEYS + head - QUERIES - KEYS) * dim + at
-        tl.store(place, first, mask=inside)
-        tl.store(place + HALF, second, mask=inside)
+        target = values + (tl.load(slots + row) * KEYS + head - QUERIES - KEYS) * dim + at
+        tl.store(target, first, mask=inside)
+        tl.store(target + HALF, second, mask=inside)
 
 
 def rotate(*tensors: Tensor, norms: tuple[Norm, Norm] | None = None) -> Tensor:

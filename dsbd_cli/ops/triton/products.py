@@ -46,13 +46,13 @@ def linear_kernel(
         total = tl.dot(a, b, total, input_precision="ieee")
         k += INNER
     real = there[:, None] & kept[None, :]
-    place = row[:, None] * outer + column[None, :]
+    offset = row[:, None] * outer + column[None, :]
     if WHOLE:
         if BIASED:
             total += tl.load(bias + column, mask=kept, other=0.0).to(tl.float32)[None, :]
-        tl.store(out + place, total.to(out.dtype.element_ty), mask=real)
+        tl.store(out + offset, total.to(out.dtype.element_ty), mask=real)
     else:
-        tl.store(out + part.to(tl.int64) * rows * outer + place, total, mask=real)
+        tl.store(out + part.to(tl.int64) * rows * outer + offset, total, mask=real)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -91,9 +91,9 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None
     (rows, inner), outer = x.shape, len(weight)
     count, step = parts(outer, inner, x.dtype), INNER[x.dtype]
     partial = out if count == 1 else x.new_empty((count, rows, outer), dtype=torch.float32)
-    given = weight if bias is None else bias
+    bias_or_weight = weight if bias is None else bias
     linear_kernel[(triton.cdiv(rows, ROWS), triton.cdiv(outer, COLUMNS), count)](
-        *(x, weight, given, partial, rows, outer, inner, triton.cdiv(triton.cdiv(inner, step), count)),
+        *(x, weight, bias_or_weight, partial, rows, outer, inner, triton.cdiv(triton.cdiv(inner, step), count)),
         BIASED=bias is not None,
         WHOLE=count == 1,
         ROWS=ROWS,
@@ -105,7 +105,7 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None
     )
     if count > 1:
         summed_kernel[(triton.cdiv(rows * outer, SUMMED),)](
-            *(partial, given, out, rows * outer, outer),
+            *(partial, bias_or_weight, out, rows * outer, outer),
             PARTS=count,
             BIASED=bias is not None,
             BLOCK=SUMMED,

@@ -11,9 +11,9 @@ TINY = tl.constexpr(1e-300)
 
 
 @triton.jit
-def scalar_at(x, place, where):
-    """Return the number x[where] of a vector x whose indices are `place`."""
-    return tl.sum(tl.where(place == where, x, 0), 0)
+def scalar_at(x, indices, where):
+    """Return the number x[where] of a vector x. indices: those of its numbers."""
+    return tl.sum(tl.where(indices == where, x, 0), 0)
 
 
 @triton.jit

@@ -43,9 +43,9 @@ COMPLETION = tl.constexpr(layout.COMPLETION)
 
 
 @triton.jit
-def vector_at(x, place, where):
-    """Return the vector x[where] of a vector x whose indices are `place`."""
-    return tl.sum(tl.where(place[None, :] == where[:, None], x[None, :], 0), 1)
+def vector_at(x, indices, where):
+    """Return the vector x[where] of a vector x. indices: those of its numbers."""
+    return tl.sum(tl.where(indices[None, :] == where[:, None], x[None, :], 0), 1)
 
 
 @triton.jit
@@ -108,9 +108,9 @@ def first_counters(report, valid, drafter_id, base, roots, drafted, depth, beams
         real = tl.load(valid + below, mask=there, other=0) != 0
         second = tl.load(drafter_id + below, mask=there, other=0)
         column = report + REPORT_FIRST + layer * REPORT_COLUMNS
-        for place in tl.static_range(REPORT_COLUMNS):
-            if place != 1 and place != 3 and place != 7:  # noqa: PLR1714  # triton has no sets
-                tl.store(column + place, tl.full((), 0, tl.int64))
+        for counter in tl.static_range(REPORT_COLUMNS):
+            if counter != 1 and counter != 3 and counter != 7:  # noqa: PLR1714  # triton has no sets
+                tl.store(column + counter, tl.full((), 0, tl.int64))
         tl.store(column + 1, tl.sum(real.to(tl.int64), 0))
         tl.store(column + 3, beams.to(tl.int64))
         tl.store(column + 7, tl.sum(tl.where(real, second, 0), 0))
@@ -192,11 +192,11 @@ def verify_kernel(
     done = tl.full((), 0, tl.int32)
     layer = tl.full((), 0, tl.int32)
     while going:
-        known = tl.maximum(node, 0)
+        safe_node = tl.maximum(node, 0)
         real = kept[:, None] & (c < candidates)[None, :] & ((w < roots) | (layer > 0))[:, None]
-        place = (base + known)[:, None] * candidates + c[None, :]
-        tok = tl.load(candidate_tokens + place, mask=real, other=0)
-        lp = tl.load(candidate_logprobs + place, mask=real & alive[:, None], other=NEG_INF)  # a dead beam may have NaN
+        pair = (base + safe_node)[:, None] * candidates + c[None, :]
+        tok = tl.load(candidate_tokens + pair, mask=real, other=0)
+        lp = tl.load(candidate_logprobs + pair, mask=real & alive[:, None], other=NEG_INF)  # a dead beam may have NaN
         raw = tl.where(alive, logprob, NEG_INF)[:, None] + lp
         if RULE == SEARCH:
             log_p = raw
@@ -208,7 +208,9 @@ def verify_kernel(
                 MIN_P, GREEDY, BEAM, WP, CP,
             )  # fmt: skip
             log_p = tl.where(real, log_p, NEG_INF)
-        ends = ending_of(endings_eos, endings_stops, node_stop_state + base + known, tok, kept, real, vocabulary, STOPS)
+        ends = ending_of(
+            endings_eos, endings_stops, node_stop_state + base + safe_node, tok, kept, real, vocabulary, STOPS
+        )
         ending = tl.reshape(ends & real, (WP * CP,))
         below = roots + layer * drafts
         there = (k < drafts) & (layer < depth)
@@ -244,7 +246,7 @@ def verify_kernel(
                 draft_log_left + rows.to(tl.int64) * depth * drafts + distribution_at, mask=there, other=0.0
             )
             bound = uniform(tl.load(keys_at + ACCEPT), k) * tl.exp(log_drawn - log_rest)
-            q_start = (base + known)[:, None] * draft_candidates
+            q_start = (base + safe_node)[:, None] * draft_candidates
             q_column = tl.minimum(find(draft_tokens, q_start, draft_candidates, tok, Q_STEPS), draft_candidates - 1)
             some = real & live_beam[:, None] & (layer < depth)
             q_hit = some & (tl.load(draft_tokens + q_start + q_column, mask=some, other=-1) == tok)
@@ -261,14 +263,14 @@ def verify_kernel(
             )  # fmt: skip
             countable = drawn
         else:
-            path_of = tl.load(node_path + base + known, mask=kept, other=0)
+            path_of = tl.load(node_path + base + safe_node, mask=kept, other=0)
             pairs = candidates * tl.where(layer > 0, beams, roots)
             chosen, drawn, countable, ended = ranked(
                 log_p, path_of, tok, tl.load(warp_greedy + row) != 0, ending, pairs, beams, w, flat, RULE, GREEDY
             )
         beam = chosen // CP
         column = chosen % CP
-        n_parent = vector_at(known, w, beam)
+        n_parent = vector_at(safe_node, w, beam)
         spot = (base + n_parent) * candidates + column
         n_token = tl.load(candidate_tokens + spot, mask=kept, other=0)
         lp_of = tl.load(candidate_logprobs + spot, mask=kept, other=0.0)
@@ -281,12 +283,12 @@ def verify_kernel(
             n_weight = vector_at(tl.where(alive, weight, NEG_INF), w, beam) + lp_of
         # which draws are drafted nodes
         same = (d_parent[None, :] == n_parent[:, None]) & (d_token[None, :] == n_token[:, None]) & d_valid[None, :]
-        found = tl.min(tl.where(same, k[None, :], KP), 1)
-        is_node = drawn & (found < KP)
+        draft_index = tl.min(tl.where(same, k[None, :], KP), 1)
+        is_node = drawn & (draft_index < KP)
         if RULE == REJECTION:
-            is_node = drawn & ((found < KP) | (w < live))
-            found = tl.where((w < live) & drawn, drafted_as, found)
-        n_node = tl.where(is_node, below + found, -1)
+            is_node = drawn & ((draft_index < KP) | (w < live))
+            draft_index = tl.where((w < live) & drawn, drafted_as, draft_index)
+        n_node = tl.where(is_node, below + draft_index, -1)
         num_nodes = tl.sum(is_node.to(tl.int32), 0)
         count = tl.sum(drawn.to(tl.int32), 0)
         passed = (num_nodes == count) & (count > 0) & (layer < depth)
@@ -300,7 +302,7 @@ def verify_kernel(
             parents = (d_parent[:, None] == node[None, :]) & (alive & ((w < roots) | (layer > 0)))[None, :]
             living = (tl.max(parents.to(tl.int32), 1) > 0) & d_valid
             n_drafter_id = tl.load(node_drafter_id + base + n_node, mask=is_node, other=0)
-            needed = tl.max(tl.where(is_node & (n_drafter_id != 1), found + 1, 0), 0)
+            needed = tl.max(tl.where(is_node & (n_drafter_id != 1), draft_index + 1, 0), 0)
             tl.store(column_of + 0, tl.full((), 1, tl.int64))
             tl.store(column_of + 2, tl.sum(living.to(tl.int64), 0))
             tl.store(column_of + 4, accepted.to(tl.int64))
@@ -321,7 +323,7 @@ def verify_kernel(
         cut_score = tl.where(countable & over, tl.div_rn(n_logprob, scale + w * 0.0), NEG_INF)
         e_score = tl.div_rn(e_logprob, scale + w * 0.0)
         if tl.maximum(tl.max(e_score, 0), tl.max(cut_score, 0)) > NEG_INF:
-            e_node = vector_at(known, w, e_index // CP)
+            e_node = vector_at(safe_node, w, e_index // CP)
             e_token = tl.load(candidate_tokens + (base + e_node) * candidates + e_index % CP, mask=kept, other=0)
             score, h_logprob, h_length, h_by_length, h_origin, h_node, h_token = best_finished(
                 score, h_logprob, h_length, h_by_length, h_origin, h_node, h_token, e_score, e_logprob, e_node,

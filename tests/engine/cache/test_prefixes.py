@@ -40,11 +40,11 @@ class Reader(HashModel):
             raise MemoryError
         if batch.chain:
             self.read += int((batch.slots != self._tokens.shape[1] - 1).sum())
-        found = super().forward(batch, logits=logits)
-        if found is not None and self.bad is not None:
+        output = super().forward(batch, logits=logits)
+        if output is not None and self.bad is not None:
             at = (batch.tokens == self.bad[0]) & (batch.positions == self.bad[1])
-            found = torch.where(at.unsqueeze(-1), torch.nan, found)
-        return found
+            output = torch.where(at.unsqueeze(-1), torch.nan, output)
+        return output
 
 
 def engine(batch_size: int, *, drafted: bool = True, share: bool = True, **method: Any) -> Engine:
@@ -78,7 +78,7 @@ def requests(wanted: list[tuple[int, ...]]) -> list[Request]:
 
 def signature(results: list[RequestResult]) -> list[object]:
     assert not [result.error for result in results if result.error is not None]
-    return [[(one.token_ids, one.logprob, one.score) for one in result.hypotheses] for result in results]
+    return [[(beam.token_ids, beam.logprob, beam.score) for beam in result.hypotheses] for result in results]
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 8])
@@ -94,9 +94,9 @@ def test_answers_are_those_of_prompts_read_whole(batch_size: int, method: dict[s
     plain = engine(batch_size, share=False, **method)
     expected = list(plain.run(rows))
     sharing = engine(batch_size, **method)
-    found = list(sharing.run(rows))
-    assert signature(found) == signature(expected)
-    reused = [result.stats.prompt_tokens_reused for result in found]
+    results = list(sharing.run(rows))
+    assert signature(results) == signature(expected)
+    reused = [result.stats.prompt_tokens_reused for result in results]
     assert not any(result.stats.prompt_tokens_reused for result in expected)
     assert sum(reused) > 5 * PREFIX_STEP
     assert all(count % PREFIX_STEP == 0 for count in reused)
@@ -142,10 +142,10 @@ def test_nothing_is_copied_from_a_row_that_failed() -> None:
     assert isinstance(decoder.target, Reader)
     decoder.target.bad = 3, len(shots)
     wanted = [(*shots, 5), (*shots, 3), (*shots, 6), (*shots, 7)]
-    found = [
+    outcomes = [
         (result.error is not None, result.stats.prompt_tokens_reused > 0) for result in decoder.run(requests(wanted))
     ]
-    assert found == [(False, False), (True, True), (False, False), (False, True)]
+    assert outcomes == [(False, False), (True, True), (False, False), (False, True)]
 
 
 def test_a_model_that_keeps_more_than_slots_reads_every_prompt() -> None:
@@ -189,8 +189,8 @@ def test_the_draft_copies_no_slots_that_were_written_over(monkeypatch: pytest.Mo
             seen.append(tuple(prompt))
 
     monkeypatch.setattr(decoder._caches, "prefill_draft", watched)
-    one, two = (tuple(range(start, start + PREFIX_STEP // 4)) * 4 for start in (3, 20))
-    asked = [((*one, 5), 3), ((4, 5), 60), ((*two, 5), 2), ((*one, 6), 8)]
+    first_tokens, second_tokens = (tuple(range(start, start + PREFIX_STEP // 4)) * 4 for start in (3, 20))
+    asked = [((*first_tokens, 5), 3), ((4, 5), 60), ((*second_tokens, 5), 2), ((*first_tokens, 6), 8)]
     rows = [
         Request(id=str(number), prompt_ids=ids, sampling=SamplingConfig(max_new_tokens=count))
         for number, (ids, count) in enumerate(asked)
@@ -203,8 +203,8 @@ def test_the_draft_copies_no_slots_that_were_written_over(monkeypatch: pytest.Mo
 def whole_blocks(prompt: Sequence[int], other: Sequence[int]) -> int:
     """Tokens, in whole blocks, that two prompts begin with alike, the last of each left out."""
     same = 0
-    for one, two in zip(prompt[:-1], other[:-1], strict=False):
-        if one != two:
+    for token, other_token in zip(prompt[:-1], other[:-1], strict=False):
+        if token != other_token:
             break
         same += 1
     return same // PREFIX_STEP * PREFIX_STEP
@@ -246,5 +246,5 @@ def test_the_index_finds_the_longest_beginning() -> None:
             case 2:
                 rows = rng.sample(range(8), 4)
                 index.select(rows)
-                held = {place: held[row] for place, row in enumerate(rows) if row in held}
+                held = {new_row: held[row] for new_row, row in enumerate(rows) if row in held}
     assert waves_seen > 1

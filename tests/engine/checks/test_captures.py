@@ -85,7 +85,7 @@ def engine(rule: str = "search", **more: object) -> Engine:
 def texts(engine: Engine) -> list[list[tuple[int, ...]]]:
     sampling = SamplingConfig(max_new_tokens=20, n_best=2)
     requests = [Request(prompt_ids=(i % 5, i % 7), seed=i, sampling=sampling) for i in range(6)]
-    return [[one.token_ids for one in result.hypotheses] for result in engine.generate(requests)]
+    return [[beam.token_ids for beam in result.hypotheses] for result in engine.generate(requests)]
 
 
 @pytest.mark.parametrize(("rule", "at"), [("coupled", 1), ("search", 2), ("rejection", 3), ("search", 5)])

@@ -42,17 +42,17 @@ PROMPT = (1, 2)
 def answers(seed: int, count: int, vocabulary: int, longest: int = 4, first: int = 1) -> list[Tokens]:
     """Different answers of 1 to `longest` tokens; some are the beginning of others."""
     rng = random.Random(seed)
-    found: dict[Tokens, None] = {}
-    while len(found) < count:
+    drawn: dict[Tokens, None] = {}
+    while len(drawn) < count:
         size = rng.choice((*range(1, longest + 1), longest))
-        found[tuple(rng.randrange(first, vocabulary) for _ in range(size))] = None
-    return list(found)
+        drawn[tuple(rng.randrange(first, vocabulary) for _ in range(size))] = None
+    return list(drawn)
 
 
 def catalogue(codec: Any, vocabulary: int, allowed: Sequence[Tokens]) -> Catalogue:
     return CatalogueCompiler(codec, vocabulary).compile(
-        CatalogueAnswer(f"answer {place}", tokens=tokens, id=str(place).encode())
-        for place, tokens in enumerate(allowed)
+        CatalogueAnswer(f"answer {index}", tokens=tokens, id=str(index).encode())
+        for index, tokens in enumerate(allowed)
     )
 
 
@@ -60,8 +60,8 @@ def engine(allowed: Sequence[Tokens], *, batch: int = 3, noise: float = 0.5, see
     method = {"depth": 0, **method}
     target, draft = table_pair(seed, VOCABULARY, noise, {END: 1.0})
     config = MethodConfig.of({"width": "fixed", **method})
-    found = {"": catalogue(CODEC, VOCABULARY, allowed)} if allowed else {}
-    return Engine(target, draft if config.needs_draft else None, CODEC, config, batch_size=batch, catalogues=found)
+    catalogues = {"": catalogue(CODEC, VOCABULARY, allowed)} if allowed else {}
+    return Engine(target, draft if config.needs_draft else None, CODEC, config, batch_size=batch, catalogues=catalogues)
 
 
 def asked(count: int, beams: int, **sampling: Any) -> list[Request]:
@@ -70,7 +70,7 @@ def asked(count: int, beams: int, **sampling: Any) -> list[Request]:
 
 
 def told(results: Sequence[RequestResult]) -> list[list[tuple[Tokens, float, object]]]:
-    return [[(one.token_ids, one.logprob, one.answer_id) for one in result.hypotheses] for result in results]
+    return [[(beam.token_ids, beam.logprob, beam.answer_id) for beam in result.hypotheses] for result in results]
 
 
 @pytest.mark.parametrize("rule", ["search", "coupled", "rejection"])
@@ -87,13 +87,13 @@ def test_all_answers_in_the_order_of_their_scores(rule: str) -> None:
     runner = Engine(target, None, CODEC, method, catalogues={"": catalogue(CODEC, VOCABULARY, allowed)})
     sampling = SamplingConfig(n_best=1000, length_penalty=0.0, top_k=0)
     result = runner.generate(Request(prompt_ids=PROMPT, sampling=sampling), seed=1)
-    assert [one.token_ids for one in result.hypotheses] == sorted(scores, key=scores.__getitem__, reverse=True)
-    found = [one.logprob for one in result.hypotheses]
-    assert np.allclose(found, [scores[one.token_ids] for one in result.hypotheses], rtol=0, atol=1e-5)
-    assert [allowed[int(str(one.answer_id))] for one in result.hypotheses] == [
-        one.token_ids[:-1] for one in result.hypotheses
+    assert [beam.token_ids for beam in result.hypotheses] == sorted(scores, key=scores.__getitem__, reverse=True)
+    logprobs = [beam.logprob for beam in result.hypotheses]
+    assert np.allclose(logprobs, [scores[beam.token_ids] for beam in result.hypotheses], rtol=0, atol=1e-5)
+    assert [allowed[int(str(beam.answer_id))] for beam in result.hypotheses] == [
+        beam.token_ids[:-1] for beam in result.hypotheses
     ]
-    assert {one.finish_reason for one in result.hypotheses} == {"stop"}
+    assert {beam.finish_reason for beam in result.hypotheses} == {"stop"}
 
 
 def constrained(
@@ -148,18 +148,18 @@ def test_search_is_transformers_with_allowed_tokens(family: str, beams: int) -> 
     drafted = MethodConfig(rule="search", num_beams=beams, depth=2, drafts_per_layer=2 * beams)
     for size, penalty in ((400, 1.0), (30, 0.0)):
         allowed = answers(beams + size, size, V, first=6)
-        found = {"": catalogue(codec, V, allowed)}
+        catalogues = {"": catalogue(codec, V, allowed)}
         batch = prompts(3, seed=beams)
         sampling = SamplingConfig(n_best=beams, max_new_tokens=8, length_penalty=penalty)
         requests = [Request(prompt_ids=tuple(ids), sampling=sampling) for ids in batch]
         want = [constrained(model(family), prompt, beams, eos, allowed, penalty) for prompt in batch]
         for runner in (
-            Engine(target, None, codec, method, batch_size=2, catalogues=found),
-            Engine(target, draft, codec, drafted, batch_size=3, catalogues=found),
+            Engine(target, None, codec, method, batch_size=2, catalogues=catalogues),
+            Engine(target, draft, codec, drafted, batch_size=3, catalogues=catalogues),
         ):
             for (rows, scores), result in zip(want, runner.generate(requests), strict=True):
-                assert [one.token_ids for one in result.hypotheses] == rows
-                found_scores = [one.score for one in result.hypotheses]
+                assert [beam.token_ids for beam in result.hypotheses] == rows
+                found_scores = [beam.score for beam in result.hypotheses]
                 assert np.allclose(found_scores, scores, rtol=3e-6, atol=1e-4)  # sums of 70 in float32
                 assert len(rows) == min(beams, size)
 
@@ -175,12 +175,12 @@ def test_no_more_answers_than_beams_with_early_stopping(beams: int, count: int) 
     stopped_early = 0
     for seed in range(12):
         allowed, [prompt] = answers(seed, count, V, longest=6, first=6), prompts(1, seed=seed)
-        scores = {one: score_of(family, prompt, (*one, eos[0]), penalty) for one in allowed}
+        scores = {answer: score_of(family, prompt, (*answer, eos[0]), penalty) for answer in allowed}
         expected = sorted(scores, key=scores.__getitem__, reverse=True)
         runner = Engine(target, None, codec, method, catalogues={"": catalogue(codec, V, allowed)})
         result = runner.generate(Request(prompt_ids=tuple(prompt), sampling=sampling))
-        assert [one.token_ids[:-1] for one in result.hypotheses] == expected
-        assert np.allclose([one.score for one in result.hypotheses], [scores[one] for one in expected], atol=1e-4)
+        assert [beam.token_ids[:-1] for beam in result.hypotheses] == expected
+        assert np.allclose([text.score for text in result.hypotheses], [scores[text] for text in expected], atol=1e-4)
         theirs, _ = constrained(model(family), prompt, beams, eos, allowed, penalty, early=True)
         stopped_early += theirs[0] != result.hypotheses[0].token_ids
     assert stopped_early
@@ -236,8 +236,8 @@ def test_the_engine_equals_the_plain_decoder(settings: Settings, rule: str) -> N
             warp_scope=settings.scope,
             **method,
         )
-        found = {"": catalogue(CODEC, VOCABULARY, allowed)}
-        runner = Engine(target, draft if config.needs_draft else None, CODEC, config, catalogues=found)
+        catalogues = {"": catalogue(CODEC, VOCABULARY, allowed)}
+        runner = Engine(target, draft if config.needs_draft else None, CODEC, config, catalogues=catalogues)
         requests = [Request(id=str(i), seed=i, prompt_ids=(i % 5, i % 7), sampling=sampling) for i in range(16)]
         for i, result in enumerate(runner.generate(requests)):
             step: Step | None = None
@@ -245,8 +245,8 @@ def test_the_engine_equals_the_plain_decoder(settings: Settings, rule: str) -> N
                 step = coupled(lambda path, token, i=i: path_noise(i, path, token), settings)  # type: ignore[misc]
                 step = greedy(settings) if settings.temperature == 0 else step
             texts = decode(table_rows(1, VOCABULARY, (i % 5, i % 7)), settings, step)
-            assert [one.token_ids for one in result.hypotheses] == [text.tokens for text in texts]
-            assert [one.logprob for one in result.hypotheses] == pytest.approx([t.logprob for t in texts], abs=1e-4)
+            assert [beam.token_ids for beam in result.hypotheses] == [text.tokens for text in texts]
+            assert [beam.logprob for beam in result.hypotheses] == pytest.approx([t.logprob for t in texts], abs=1e-4)
 
 
 SMALL = ((1,), (1, 2), (2, 1), (2, 2, 1))
@@ -260,8 +260,8 @@ def test_distribution_of_the_answers(rule: str, depth: int) -> None:
     target, draft = table_pair(7, 4, 1.0)
     method = MethodConfig(rule=rule, num_beams=2, depth=depth, drafts_per_layer=4, width="fixed")
     codec = NumberCodec(4, (END,))
-    found = {"": catalogue(codec, 4, SMALL)}
-    runner = Engine(target, draft if depth else None, codec, method, batch_size=2000, catalogues=found)
+    catalogues = {"": catalogue(codec, 4, SMALL)}
+    runner = Engine(target, draft if depth else None, codec, method, batch_size=2000, catalogues=catalogues)
     distribution = results_distribution(table_rows(7, 4), settings)
     assert len(distribution) > 4
     assert excess(run_engine(runner, settings, 4000), distribution) < 1
@@ -271,12 +271,12 @@ def test_a_late_mask_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mutant: the best tokens of all first, then the legal ones of them."""
 
     def draft_backlog(logits: torch.Tensor, room: CandidateCount, legal: LegalTokens | None, ops: Ops) -> Candidates:
-        found = top_candidates(logits, CandidateCount(min(room.count, 4)))
+        candidates = top_candidates(logits, CandidateCount(min(room.count, 4)))
         assert legal is not None
         whole = torch.zeros_like(logits).flatten(0, -2)
         legal.apply(whole, slice(0, len(whole)), whole[:, :1])
-        found.logprobs = found.logprobs + whole.view_as(logits).gather(-1, found.tokens)
-        return found
+        candidates.logprobs = candidates.logprobs + whole.view_as(logits).gather(-1, candidates.tokens)
+        return candidates
 
     allowed = answers(9, 40, VOCABULARY)
     requests = asked(12, 2)
@@ -306,7 +306,7 @@ def test_the_text_depends_on_no_draft(rule: str) -> None:
         got = engine(allowed, rule=rule, batch=1 + at % 4, **method).generate(requests, seed=5)
         assert told(got) == want, method
         if method.get("drafter", "beam") == "beam":
-            assert sum(one.stats.steps - one.stats.target_calls for one in got) > 10  # drafts were of use
+            assert sum(result.stats.steps - result.stats.target_calls for result in got) > 10  # drafts were of use
 
 
 LOOSE: list[dict[str, Any]] = [
@@ -318,16 +318,16 @@ LOOSE: list[dict[str, Any]] = [
 LOOSE.append({"rule": "fuzzy:0.5"})
 
 
-@pytest.mark.parametrize("method", LOOSE, ids=lambda one: "-".join(map(str, one.values())))
+@pytest.mark.parametrize("method", LOOSE, ids=lambda method: "-".join(map(str, method.values())))
 def test_no_rule_leaves_the_catalogue(method: dict[str, Any]) -> None:
     allowed = answers(4, 60, VOCABULARY)
     legal = {(*tokens, END) for tokens in allowed}
     runner = engine(allowed, depth=2, drafts_per_layer=8, noise=1.5, **method)
     accepted = 0
     for result in runner.generate(asked(24, 4, top_k=6), seed=2):
-        found = [one.token_ids for one in result.hypotheses]
-        assert set(found) <= legal
-        assert method["rule"] == "with-replacement" or len(set(found)) == len(found)
+        texts = [beam.token_ids for beam in result.hypotheses]
+        assert set(texts) <= legal
+        assert method["rule"] == "with-replacement" or len(set(texts)) == len(texts)
         accepted += result.stats.accepted
     assert accepted > 20
 
@@ -350,16 +350,18 @@ def test_rows_choose_and_rows_without_a_catalogue_stay_free() -> None:
         )
         sampling = SamplingConfig(n_best=4, max_new_tokens=9)
         allow: list[Any] = ["a", own, "b", "a", own, "b", own]
-        requests = [Request(prompt_ids=(1, 2 + at), allow=one, sampling=sampling) for at, one in enumerate(allow)]
+        requests = [
+            Request(prompt_ids=(1, 2 + at), allow=allowed, sampling=sampling) for at, allowed in enumerate(allow)
+        ]
         results = runner.generate(requests, seed=3)
         legal = {"a": first, "b": second, own: [(3, 4), (5,), (5, 6, 7)]}
         for request, result in zip(requests, results, strict=True):
-            assert {one.token_ids[:-1] for one in result.hypotheses} <= set(legal[request.allow])  # type: ignore[index]
+            assert {beam.token_ids[:-1] for beam in result.hypotheses} <= set(legal[request.allow])  # type: ignore[index]
         assert len(results[1].hypotheses) == 3  # fewer answers than beams: what there is
         free = Engine(target, draft if config.needs_draft else None, CODEC, config, batch_size=4)
         alone = [Request(prompt_ids=(1, 2 + at), sampling=sampling, id=f"free {at}") for at in range(7)]
         want = told(free.generate(alone, seed=3))
-        both = [row for one in alone for row in (one, Request(prompt_ids=(1, 3), allow=own, sampling=sampling))]
+        both = [row for request in alone for row in (request, Request(prompt_ids=(1, 3), allow=own, sampling=sampling))]
         assert told(free.generate(both, seed=3))[::2] == want
         assert len(free._tables.tries.table._tries) == 0  # a row's own list is forgotten with the row
 
@@ -444,6 +446,6 @@ def test_any_width_works(beams: int) -> None:
     assert method.drafts_per_layer * method.depth <= max(512, method.drafts_per_layer)
     assert method.drafts_per_layer >= beams
     [result] = engine(allowed, rule="search", num_beams=beams).generate(asked(1, beams))
-    found = [one.token_ids[:-1] for one in result.hypotheses]
-    assert len(found) == len(set(found)) == min(beams, 40)
-    assert set(found) <= set(allowed)
+    texts = [beam.token_ids[:-1] for beam in result.hypotheses]
+    assert len(texts) == len(set(texts)) == min(beams, 40)
+    assert set(texts) <= set(allowed)

@@ -42,16 +42,16 @@ def texts(state: GrammarState, longest: int) -> Iterator[tuple[bytes, bool]]:
 
 @pytest.mark.parametrize("pattern", ["a(bb)*", "(ab|ba|c){0,3}", "[abc]*c[01]?", "a|"])
 def test_a_regex_lets_end_what_it_matches_and_nothing_else(pattern: str) -> None:
-    found = list(texts(compiler().start(Grammar.regex(pattern)), 4))
-    assert {text for text, ends in found if ends} == {text for text, _ in found if re.fullmatch(pattern, text.decode())}
-    assert any(ends for _, ends in found)
+    pairs = list(texts(compiler().start(Grammar.regex(pattern)), 4))
+    assert {text for text, ends in pairs if ends} == {text for text, _ in pairs if re.fullmatch(pattern, text.decode())}
+    assert any(ends for _, ends in pairs)
 
 
 def test_nothing_that_the_regex_matches_is_lost() -> None:
-    found = {text for text, ends in texts(compiler().start(Grammar.regex("[abc]*c[01]?")), 3) if ends}
+    matched = {text for text, ends in texts(compiler().start(Grammar.regex("[abc]*c[01]?")), 3) if ends}
     letters = b"abc01"
     every = {bytes([x]) for x in letters} | {bytes([x, y]) for x in letters for y in letters}
-    assert {text for text in every if re.fullmatch("[abc]*c[01]?", text.decode())} <= found
+    assert {text for text in every if re.fullmatch("[abc]*c[01]?", text.decode())} <= matched
 
 
 def test_the_masks_do_not_depend_on_how_a_text_was_reached() -> None:
@@ -158,7 +158,7 @@ def test_a_fault_names_its_place(grammar: Grammar, told: str) -> None:
 def test_a_grammar_needs_no_extra() -> None:
     """The line of the README works after `pip install .`."""
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
-    assert any(one.startswith("llguidance") for one in project["dependencies"])
+    assert any(requirement.startswith("llguidance") for requirement in project["dependencies"])
     assert "grammar" not in project["optional-dependencies"]
 
 
@@ -172,8 +172,8 @@ def test_json_is_written_as_python_writes_it() -> None:
     values = {"a": {"const": 1}, "b": {"const": 0}}
     schema = {"type": "object", "properties": values, "required": ["a", "b"], "additionalProperties": False}
     tight = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
-    for given, expected in ((schema, '{"a": 1, "b": 0}'), ({**schema, "x-guidance": tight}, '{"a":1,"b":0}')):
-        state, text = compiler().start(Grammar.json_schema(given)), b""
+    for variant, expected in ((schema, '{"a": 1, "b": 0}'), ({**schema, "x-guidance": tight}, '{"a":1,"b":0}')):
+        state, text = compiler().start(Grammar.json_schema(variant)), b""
         while tokens := state.following(1):
             text, state = text + LETTERS[tokens[0]], state.after(tokens[0])
         assert text.decode() == expected
@@ -212,12 +212,12 @@ def test_near_the_limit_only_what_leaves_an_end_may_follow(pattern: str, limit: 
     """Against distances from all texts: what may follow is exactly what can still be whole within the limit."""
     made, looked = compiler(), 0
     free, led = made.start(Grammar.regex(pattern)), made.start(Grammar.regex(pattern), limit)
-    known = distances(free, limit) <= limit
+    reachable = distances(free, limit) <= limit
     waiting = [(free, led, limit)]
     while waiting:
         free, led, left = waiting.pop()
         tokens = set(free.following(99) or [])
-        if known and left:
+        if reachable and left:
             tokens = {token for token in tokens if distances(free.after(token), left - 1) <= left - 1}
             assert led.allows(0) == free.complete
         if left:
@@ -225,7 +225,7 @@ def test_near_the_limit_only_what_leaves_an_end_may_follow(pattern: str, limit: 
             looked += 1
             waiting += [(free.after(token), led.after(token), left - 1) for token in tokens]
         else:
-            assert free.complete or not known
+            assert free.complete or not reachable
     assert looked
 
 
@@ -258,8 +258,8 @@ def test_of_many_tokens_the_likeliest_are_looked_at(monkeypatch: pytest.MonkeyPa
     tokens = {text: LETTERS.index(text) for text in (b"a", b"b", b"c", b"ab")}
     logprobs = np.full(len(LETTERS), -np.inf, dtype=np.float32)
     logprobs[[tokens[b"a"], tokens[b"b"], tokens[b"c"]]] = (-3.0, -1.0, -2.0)
-    found = {LETTERS[token] for token in np.flatnonzero(state.fitting(logprobs))}
-    assert found >= {b"b", b"c"}
+    fitting = {LETTERS[token] for token in np.flatnonzero(state.fitting(logprobs))}
+    assert fitting >= {b"b", b"c"}
     assert state._completion is not None
-    assert found <= {b"b", b"c", LETTERS[state._completion[0]]}
+    assert fitting <= {b"b", b"c", LETTERS[state._completion[0]]}
     assert not state.fitting(logprobs[:1]).any()  # of a draft that lacks the others

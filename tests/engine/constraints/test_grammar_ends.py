@@ -133,15 +133,15 @@ class Schemas:
 
 def shortest(schema: dict[str, Any]) -> float:
     """Letters of the shortest text of one of these schemas, by trying ever deeper texts."""
-    known = dict.fromkeys(schema["$defs"], math.inf)
+    lengths = dict.fromkeys(schema["$defs"], math.inf)
 
     def of(node: dict[str, Any]) -> float:
         if "$ref" in node:
-            return known[node["$ref"].rpartition("/")[2]]
+            return lengths[node["$ref"].rpartition("/")[2]]
         if "anyOf" in node:
             return min(map(of, node["anyOf"]))
         if "enum" in node or "const" in node:
-            return min(len(json.dumps(one)) for one in node.get("enum", [node.get("const")]))
+            return min(len(json.dumps(value)) for value in node.get("enum", [node.get("const")]))
         if "pattern" in node:
             return 2 + {"^a{12}b?$": 12, "^(a|b{20})$": 1, "^[ab]{0,30}$": 0}[node["pattern"]]
         match node["type"]:
@@ -160,7 +160,7 @@ def shortest(schema: dict[str, Any]) -> float:
                 return 1
 
     for _ in range(60):
-        known = {name: of(node) for name, node in schema["$defs"].items()}
+        lengths = {name: of(node) for name, node in schema["$defs"].items()}
     return of(schema)
 
 
@@ -283,21 +283,21 @@ def test_far_from_the_limit_the_end_is_seldom_searched(monkeypatch: pytest.Monke
     """And near it, mostly only once for a text."""
     searched = list[int]()
     find, find_after = EndFinder.find, EndFinder.find_after
-    monkeypatch.setattr(EndFinder, "find", lambda *given: (searched.append(1), find(*given))[1])
-    monkeypatch.setattr(EndFinder, "find_after", lambda *given: (searched.append(1), find_after(*given))[1])
+    monkeypatch.setattr(EndFinder, "find", lambda *arguments: (searched.append(1), find(*arguments))[1])
+    monkeypatch.setattr(EndFinder, "find_after", lambda *arguments: (searched.append(1), find_after(*arguments))[1])
     schema = {"properties": {"title": {"type": "string"}, "year": {"type": "integer"}}, "required": ["title", "year"]}
     made, text = compiler(MERGED), json.dumps({"title": "a " * 200, "year": 1813}).encode()
     counts, table = {}, made._codec.token_bytes()
     for limit in (10_000, 1000, len(text) + 100):
-        state, place = made.start(Grammar.json_schema(schema), limit), 0
+        state, position = made.start(Grammar.json_schema(schema), limit), 0
         searched.clear()
-        while place < len(text):
+        while position < len(text):
             _ = state.mask_within_limit
-            fitting = [token for token in range(1, len(table)) if text.startswith(table[token], place)]
-            token = max((one for one in fitting if state.allows(one)), key=lambda one: len(table[one]))
+            fitting = [token for token in range(1, len(table)) if text.startswith(table[token], position)]
+            token = max((token for token in fitting if state.allows(token)), key=lambda token: len(table[token]))
             after = state.after(token)
             assert after is not None
-            state, place = after, place + len(table[token])
+            state, position = after, position + len(table[token])
         assert state.complete
         counts[limit] = len(searched)
     assert counts[10_000] <= 3

@@ -94,10 +94,10 @@ def test_search_gives_all_texts_in_the_order_of_their_scores(pattern: str) -> No
     result = engine(rule="search", num_beams=len(texts)).generate(
         request(pattern, n_best=len(texts), length_penalty=0.0), seed=1
     )
-    assert [one.token_ids for one in result.hypotheses] == sorted(scores, key=scores.__getitem__, reverse=True)
-    for one in result.hypotheses:
-        assert one.logprob == pytest.approx(scores[one.token_ids], abs=1e-5)
-        assert (one.finish_reason, one.valid) == ("stop", True)
+    assert [beam.token_ids for beam in result.hypotheses] == sorted(scores, key=scores.__getitem__, reverse=True)
+    for beam in result.hypotheses:
+        assert beam.logprob == pytest.approx(scores[beam.token_ids], abs=1e-5)
+        assert (beam.finish_reason, beam.valid) == ("stop", True)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -106,8 +106,8 @@ def test_search_gives_all_texts_in_the_order_of_their_scores(pattern: str) -> No
 def test_search_is_plain_beam_search_over_legal_pairs(pattern: str, beams: int, method: dict[str, Any]) -> None:
     expected = decode(legal_rows(3, pattern), Settings(width=beams, max_new=LONGEST, ends=(END,)))
     result = engine(rule="search", num_beams=beams, **method).generate(request(pattern, n_best=beams))
-    assert [one.token_ids for one in result.hypotheses] == [text.tokens for text in expected]
-    assert [one.score for one in result.hypotheses] == pytest.approx([text.score for text in expected], abs=1e-5)
+    assert [beam.token_ids for beam in result.hypotheses] == [text.tokens for text in expected]
+    assert [beam.score for beam in result.hypotheses] == pytest.approx([text.score for text in expected], abs=1e-5)
 
 
 def test_the_best_then_filtered_is_not_what_comes_out() -> None:
@@ -121,9 +121,9 @@ def test_the_best_then_filtered_is_not_what_comes_out() -> None:
             return {token: logprob for token, logprob in legal(path).items() if token in best}
 
         settings = Settings(width=1, max_new=LONGEST, ends=(END,))
-        found = engine(rule="search", num_beams=1, seed=seed).generate(request(pattern))
-        assert [one.token_ids for one in found.hypotheses] == [text.tokens for text in decode(legal, settings)]
-        wrong += [text.tokens for text in decode(filtered, settings)] != [one.token_ids for one in found.hypotheses]
+        result = engine(rule="search", num_beams=1, seed=seed).generate(request(pattern))
+        assert [beam.token_ids for beam in result.hypotheses] == [text.tokens for text in decode(legal, settings)]
+        wrong += [text.tokens for text in decode(filtered, settings)] != [beam.token_ids for beam in result.hypotheses]
     assert wrong > 3
 
 
@@ -140,7 +140,8 @@ def test_the_distribution_of_sampling_is_that_of_plain_decoding_over_legal_pairs
 
     def constrained(stream: Any) -> Any:
         return run(
-            Request(id=one.id, seed=one.seed, prompt_ids=(0,), sampling=one.sampling, grammar=grammar) for one in stream
+            Request(id=request.id, seed=request.seed, prompt_ids=(0,), sampling=request.sampling, grammar=grammar)
+            for request in stream
         )
 
     runner.run = constrained  # type: ignore[method-assign]
@@ -157,7 +158,7 @@ def test_search_near_the_limit_is_plain_beam_search_over_what_leaves_an_end(
     rows = legal_rows(3, pattern, limit if any(len(text) - 1 <= limit for text in language(pattern)) else LONGEST)
     expected = decode(rows, Settings(width=3, max_new=limit, ends=(END,)))
     [result] = engine(rule="search", num_beams=3, **method).run([request(pattern, n_best=3, max_new_tokens=limit)])
-    valid = {one.token_ids: one.valid for one in result.hypotheses}
+    valid = {beam.token_ids: beam.valid for beam in result.hypotheses}
     assert list(valid) == sorted((text.tokens for text in expected), key=lambda tokens: not valid[tokens])
     if any(len(text) - 1 <= limit for text in language(pattern)):
         assert all(valid.values())
@@ -173,9 +174,9 @@ def test_a_valid_text_goes_before_a_better_one_that_was_cut(monkeypatch: pytest.
         pieces = list(runner.stream([asked]))
         result = pieces[-1].result
         assert result is not None
-        found = [bool(one.valid) for one in result.hypotheses]
-        assert found == sorted(found, reverse=True)
-        scores = [one.score for one in result.hypotheses]
+        validity = [bool(beam.valid) for beam in result.hypotheses]
+        assert validity == sorted(validity, reverse=True)
+        scores = [beam.score for beam in result.hypotheses]
         turned += scores != sorted(scores, reverse=True)
         assert "".join(piece.text for piece in pieces) == result.text
     assert turned
@@ -199,11 +200,11 @@ METHODS: list[dict[str, Any]] = [
 def several(count: int, **sampling: Any) -> list[Request]:
     """Requests with different grammars in one batch, and some with none."""
     patterns = [*PATTERNS, None, "(ab?c)*", "a.*", "(ab?c){4}"]
-    return [request(patterns[place % len(patterns)], place, **sampling) for place in range(count)]
+    return [request(patterns[index % len(patterns)], index, **sampling) for index in range(count)]
 
 
 def told(results: list[RequestResult]) -> list[object]:
-    return [[(one.token_ids, one.logprob, one.valid) for one in result.hypotheses] for result in results]
+    return [[(beam.token_ids, beam.logprob, beam.valid) for beam in result.hypotheses] for result in results]
 
 
 @pytest.mark.parametrize("rule", ["search", "coupled"])
@@ -223,13 +224,13 @@ def test_what_stopped_matches_and_what_was_cut_says_so(rule: str, width: str) ->
     asked = several(30, max_new_tokens=5, n_best=3)
     reasons = set()
     runner = engine(rule=rule, num_beams=3, depth=2, drafts_per_layer=6, width=width)
-    for one, result in zip(asked, runner.run(asked), strict=True):
+    for row, result in zip(asked, runner.run(asked), strict=True):
         assert result.hypotheses
-        for found in result.hypotheses:
-            matches = None if one.grammar is None else bool(re.fullmatch(one.grammar.text, found.text))
-            assert found.valid == matches
-            assert found.finish_reason == "length" or matches is not False
-            reasons.add((found.finish_reason, found.valid))
+        for beam in result.hypotheses:
+            matches = None if row.grammar is None else bool(re.fullmatch(row.grammar.text, beam.text))
+            assert beam.valid == matches
+            assert beam.finish_reason == "length" or matches is not False
+            reasons.add((beam.finish_reason, beam.valid))
     assert {("stop", True), ("length", False), ("length", True)} <= reasons
 
 
@@ -253,8 +254,10 @@ def test_a_free_row_of_the_batch_does_not_count(monkeypatch: pytest.MonkeyPatch)
     """The planner is told of rows that run; one that is free would make drafts look less worth than they are."""
     runner = engine(rule="coupled", num_beams=2, batch=4, drafter="grammar", depth=4, drafts_per_layer=4)
     cut, iterate, told, running = runner._planner.cut, Loop._iterate, [], []
-    monkeypatch.setattr(runner._planner, "cut", lambda *given: (told.append(len(given[1])), cut(*given))[1])
-    monkeypatch.setattr(Loop, "_iterate", lambda *given: (running.append(len(given[1].running)), iterate(*given))[1])
+    monkeypatch.setattr(runner._planner, "cut", lambda *arguments: (told.append(len(arguments[1])), cut(*arguments))[1])
+    monkeypatch.setattr(
+        Loop, "_iterate", lambda *arguments: (running.append(len(arguments[1].running)), iterate(*arguments))[1]
+    )
     runner.generate([request(None if size else "a", size, max_new_tokens=1 + 7 * size) for size in (0, 1, 1, 1)])
     assert told == running
     assert 3 in running
@@ -317,6 +320,6 @@ def test_what_a_grammar_does_not_go_with() -> None:
 def test_log_probabilities_are_raw() -> None:
     """Legal tokens keep the log-probability that they have without the grammar: it is not normalised again."""
     rows = table_rows(3, V)
-    found = engine(rule="coupled", num_beams=1).generate(request("[ab]{4}")).hypotheses[0]
-    expected = math.fsum(rows(found.token_ids[:at])[token] for at, token in enumerate(found.token_ids))
-    assert found.logprob == pytest.approx(expected, abs=1e-5)
+    beam = engine(rule="coupled", num_beams=1).generate(request("[ab]{4}")).hypotheses[0]
+    expected = math.fsum(rows(beam.token_ids[:at])[token] for at, token in enumerate(beam.token_ids))
+    assert beam.logprob == pytest.approx(expected, abs=1e-5)

@@ -57,14 +57,15 @@ def test_what_stopped_is_valid(method: dict[str, Any]) -> None:
     engine = Engine(target, draft if config.needs_draft else None, Bytes(), config, batch_size=20)
     sampling = SamplingConfig(max_new_tokens=200, n_best=4, temperature=1.0)
     asked = [
-        Request("a", seed=place, sampling=sampling, grammar=Grammar.json_schema(one)) for place, one in enumerate(made)
+        Request("a", seed=seed, sampling=sampling, grammar=Grammar.json_schema(schema))
+        for seed, schema in enumerate(made)
     ]
     stopped = 0
     for schema, result in zip(made, engine.run(asked), strict=True):
         assert result.error is None, (schema, result.error)
-        for one in result.hypotheses:
-            assert one.valid or one.finish_reason == "length"
-            if one.valid:
+        for beam in result.hypotheses:
+            assert beam.valid or beam.finish_reason == "length"
+            if beam.valid:
                 stopped += 1
-                Draft202012Validator(schema).validate(json.loads(one.text))
+                Draft202012Validator(schema).validate(json.loads(beam.text))
     assert stopped > 3 * len(made)

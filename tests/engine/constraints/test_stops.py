@@ -28,7 +28,7 @@ def stopped_at(stops: tuple[str, ...], ids: list[int]) -> int | None:
 
 def test_random_texts_stop_where_a_search_finds_them() -> None:
     draw = random.Random(0)
-    found = 0
+    stopped = 0
     for _ in range(400):
         stops = tuple(
             {"".join(draw.choice("abc") for _ in range(draw.randint(1, 4))) for _ in range(draw.randint(1, 3))}
@@ -40,9 +40,9 @@ def test_random_texts_stop_where_a_search_finds_them() -> None:
             if any(stop.encode() in text for stop in stops):
                 expected = number
                 break
-        found += expected is not None
+        stopped += expected is not None
         assert stopped_at(stops, ids) == expected
-    assert 100 < found < 400
+    assert 100 < stopped < 400
 
 
 def test_a_character_split_over_two_tokens() -> None:
@@ -67,15 +67,15 @@ def test_rows_of_dropped_sets_are_used_again_and_held_sets_stay(monkeypatch: pyt
     for _ in range(300):
         stops = StopSet(("".join(draw.choice("abc") for _ in range(draw.randint(1, 6))),))
         held = held[-2:]
-        table.forget({one for one, _ in held})
+        table.forget({stops for stops, _ in held})
         held.append((stops, table.start(stops)))
         sizes.append(len(table.table))
-        for one, first in held:  # those that an earlier row began with
+        for earlier, first in held:  # those that an earlier row began with
             fresh = StopTable(TOKENS, len(TOKENS), torch.device("cpu"))
-            states = torch.tensor([[first], [fresh.start(one)]])
+            states = torch.tensor([[first], [fresh.start(earlier)]])
             for token in (draw.randrange(len(TOKENS)) for _ in range(6)):
-                given = torch.tensor([token])
-                states = torch.stack([table.step(states[0], given), fresh.step(states[1], given)])
+                tokens = torch.tensor([token])
+                states = torch.stack([table.step(states[0], tokens), fresh.step(states[1], tokens)])
                 assert (states[0] == 0) == (states[1] == 0)
     assert sizes[-1] == sizes[100] <= 120
 
@@ -116,7 +116,7 @@ def begins_to_count(written: bytes, opened: bool, message: bytes) -> int | None:
 @pytest.mark.parametrize("opened", [False, True])
 def test_stop_strings_wait_for_the_end_of_the_reasoning(opened: bool, message: str) -> None:
     """message: what the answer stands behind once the reasoning has ended."""
-    draw, found = random.Random(1), dict.fromkeys(("never", "at once", "behind the reasoning", "late"), 0)
+    draw, counts = random.Random(1), dict.fromkeys(("never", "at once", "behind the reasoning", "late"), 0)
     reasoning = Reasoning(ReasoningMarks("<t>", ("</t>",), message=message), opened)
     for _ in range(500):
         stops = tuple({"".join(draw.choice("ab<t>/ \n") for _ in range(draw.randint(1, 3))) for _ in range(2)})
@@ -139,15 +139,15 @@ def test_stop_strings_wait_for_the_end_of_the_reasoning(opened: bool, message: s
         inside = b"</t>" in written and (opened or written.lstrip().startswith(b"<t>"))
         late = not opened and written.lstrip().startswith(b"<") and not inside
         kind = "never" if not complete else "behind the reasoning" if inside else "late" if late else "at once"
-        found[kind] += 1
-    del found["at once" if opened else "never"], found["late" if opened else "behind the reasoning"]
-    assert min(found.values()) > 15, found
+        counts[kind] += 1
+    del counts["at once" if opened else "never"], counts["late" if opened else "behind the reasoning"]
+    assert min(counts.values()) > 15, counts
 
 
 def test_what_was_written_before_counts_for_the_reasoning() -> None:
     """A text in two parts ends where the whole does, wherever it is parted: inside of a mark, behind it, in whitespace.
     The first part, as a prefix or in the prompt, ends nothing by itself."""
-    draw, found = random.Random(2), dict.fromkeys(("inside", "behind"), 0)
+    draw, counts = random.Random(2), dict.fromkeys(("inside", "behind"), 0)
     for _ in range(600):
         marks = ReasoningMarks("<t>", ("</t>",), message=draw.choice(("", "<b>")))
         whole = b"<t>" + b"".join(draw.choice((b"a", b"</t>", b"</t><b>", b" ", b"<", b"b")) for _ in range(6))
@@ -157,8 +157,8 @@ def test_what_was_written_before_counts_for_the_reasoning() -> None:
         if rest is None:
             continue
         at = reasoning.stops_at(whole)
-        place = -1 if at is None else whole.find(stop.encode(), at)
-        expected = None if place < 0 else place + len(stop) - 1 - part
+        position = -1 if at is None else whole.find(stop.encode(), at)
+        expected = None if position < 0 else position + len(stop) - 1 - part
         table = StopTable([bytes([code]) for code in range(128)], 128, torch.device("cpu"))
         state, ended = torch.tensor([[table.start(StopSet((stop,), reasoning=rest))]]), None
         for number, byte in enumerate(whole[part:]):
@@ -168,8 +168,8 @@ def test_what_was_written_before_counts_for_the_reasoning() -> None:
                 break
         assert ended == expected, (whole, part, stop)
         assert rest.stops_at(whole[part:]) == (None if at is None else at - part)
-        found["behind" if rest.before.startswith(b"</t>") else "inside"] += ended is not None and bool(rest.before)
-    assert min(found.values()) > 5, found
+        counts["behind" if rest.before.startswith(b"</t>") else "inside"] += ended is not None and bool(rest.before)
+    assert min(counts.values()) > 5, counts
 
 
 def test_sets_with_reasoning_lie_beside_others() -> None:
@@ -178,7 +178,7 @@ def test_sets_with_reasoning_lie_beside_others() -> None:
     marks = ReasoningMarks("<t>", ("</t>", "<b>"), calls=("b",))
     waiting = [StopSet(("a",), reasoning=Reasoning(marks, opened)) for opened in (False, True)]
     sets = [StopSet(("a",)), *waiting]
-    state = torch.tensor([[table.start(one)] for one in sets])
+    state = torch.tensor([[table.start(stops)] for stops in sets])
     assert len(set(state.flatten().tolist())) == 3
     seen = []
     for token in (2, 0, 1, 0):  # <t>, a, b, a: the b ends the reasoning

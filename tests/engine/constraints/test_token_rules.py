@@ -371,9 +371,9 @@ def test_a_row_writes_rules_as_an_object() -> None:
     for wrong in ({"no_repeat_ngram_size": "three"}, {"bad_words_ids": [[]]}, {"suppress_tokens": [[1]]}):
         with pytest.raises(UsageError, match="token_rules"):
             written_rules(wrong)
-    with pytest.raises(UsageError) as found:
+    with pytest.raises(UsageError) as caught:
         written_rules({"x" * 10_000: "x"})
-    assert len(str(found.value)) < 300
+    assert len(str(caught.value)) < 300
 
 
 def test_a_request_overrides_token_rules() -> None:

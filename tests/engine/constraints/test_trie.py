@@ -23,8 +23,8 @@ Tokens = tuple[int, ...]
 
 
 def trie_of(answers: list[Tokens]) -> Trie:
-    flat = np.array([token for one in answers for token in one], dtype=np.int64)
-    return build_trie(flat, np.array([len(one) for one in answers], dtype=np.int64), V)
+    flat = np.array([token for answer in answers for token in answer], dtype=np.int64)
+    return build_trie(flat, np.array([len(answer) for answer in answers], dtype=np.int64), V)
 
 
 def some(seed: int, count: int) -> list[Tokens]:
@@ -33,7 +33,7 @@ def some(seed: int, count: int) -> list[Tokens]:
 
 
 def following(answers: list[Tokens], path: Tokens) -> set[int]:
-    return {one[len(path)] for one in answers if len(one) > len(path) and one[: len(path)] == path}
+    return {answer[len(path)] for answer in answers if len(answer) > len(path) and answer[: len(path)] == path}
 
 
 def nodes_of(states: torch.Tensor) -> NodePaths:
@@ -47,13 +47,13 @@ def test_a_trie_holds_its_answers_and_no_others() -> None:
     for seed in range(20):
         answers = some(seed, 40)
         trie = trie_of(answers)
-        paths = {one[:at] for one in answers for at in range(len(one) + 1)}
+        paths = {answer[:at] for answer in answers for at in range(len(answer) + 1)}
         assert len(trie.keys) == len(paths)
         assert np.all(np.diff(trie.keys) > 0)
         nodes = {path: trie.find(path) for path in paths}
         assert None not in nodes.values()
         assert len(set(nodes.values())) == len(paths)
-        assert [nodes[one] for one in answers] == trie.last.tolist()
+        assert [nodes[answer] for answer in answers] == trie.last.tolist()
         for path, node in nodes.items():
             assert set(trie.children(node)) == following(answers, path)  # type: ignore[arg-type]
         assert trie.longest == max(map(len, answers))
@@ -88,9 +88,9 @@ def test_tries_come_and_go_without_touching_each_other() -> None:
                 children = legal.step(states[None], torch.arange(V).repeat(len(level))[None]).view(-1, V).tolist()
                 below = dict[Tokens, int]()
                 for path, each in zip(level, children, strict=True):
-                    found = {token: state for token, state in enumerate(each) if state != DEAD}
-                    assert found.keys() == following(answers, path)
-                    below |= {(*path, token): state for token, state in found.items()}
+                    alive = {token: state for token, state in enumerate(each) if state != DEAD}
+                    assert alive.keys() == following(answers, path)
+                    below |= {(*path, token): state for token, state in alive.items()}
                 level = below
     assert reused > 5
 
@@ -102,8 +102,8 @@ def test_other_states_stay_as_they_are() -> None:
     assert legal is not None
     state = torch.tensor([[FREE, -7, DEAD, start]])
     for token in range(V):
-        found = legal.step(state, torch.full_like(state, token))
-        assert found[0, :3].tolist() == [FREE, -7, DEAD]
+        children = legal.step(state, torch.full_like(state, token))
+        assert children[0, :3].tolist() == [FREE, -7, DEAD]
 
 
 @pytest.mark.parametrize("count", [1, 3, 8])
@@ -113,7 +113,7 @@ def test_listed_and_masked_candidates_are_the_best_legal_ones(count: int, own: b
     answers = some(5, 30)
     table = TrieTable(V, torch.device("cpu"))
     start = table.add(trie_of(answers))
-    paths: list[Tokens] = [(), *sorted({one[:1] for one in answers})]
+    paths: list[Tokens] = [(), *sorted({answer[:1] for answer in answers})]
     legal = acting([table], [start], 0)
     assert legal is not None
     states = []
@@ -134,8 +134,8 @@ def test_listed_and_masked_candidates_are_the_best_legal_ones(count: int, own: b
     for at, path in enumerate([*paths, None]):
         allowed = sorted(following(answers, path), key=lambda t, at=at: -raw[0, at, t]) if path is not None else []
         want = {token: float(raw[0, at, token]) for token in allowed[: count - own if count > 1 else 1]}
-        for found in (listed, masked):
-            pairs = zip(found.tokens[0, at].tolist(), found.logprobs[0, at].tolist(), strict=True)
+        for candidates in (listed, masked):
+            pairs = zip(candidates.tokens[0, at].tolist(), candidates.logprobs[0, at].tolist(), strict=True)
             assert {t: p for t, p in pairs if p > NEG_INF} == pytest.approx(want, abs=1e-6)
     free = nodes_of(torch.full((1, len(paths) + 1), FREE))
     assert torch.allclose(top_candidates(logits, room, mixed.of(free)).logprobs, top_candidates(logits, room).logprobs)

@@ -25,9 +25,9 @@ def test_a_node_alone_has_the_bits_of_one_among_others() -> None:
         rows = torch.randn(3, 1 << 17, generator=torch.Generator().manual_seed(4)) * 3
         for count in (50, rows.shape[1]):
             together = top_candidates(rows.unsqueeze(0), CandidateCount(count)).logprobs[0]
-            for place, row in enumerate(rows):
+            for node, row in enumerate(rows):
                 assert torch.equal(
-                    top_candidates(row.view(1, 1, -1), CandidateCount(count)).logprobs[0, 0], together[place]
+                    top_candidates(row.view(1, 1, -1), CandidateCount(count)).logprobs[0, 0], together[node]
                 )
     finally:
         torch.set_num_threads(threads)
@@ -43,13 +43,13 @@ def test_candidates_of_a_large_vocabulary_equal_a_plain_sort(far: float, vocabul
     logits = torch.randn(2, 3, vocabulary, generator=generator)
     logits[:, 1, 40:] += far
     logits[:, 2, :-5] += far
-    found = top_candidates(logits.to(dtype), CandidateCount(40))
+    candidates = top_candidates(logits.to(dtype), CandidateCount(40))
     exact = torch.log_softmax(logits.to(dtype).double(), -1)
     wanted = exact.sort(-1, descending=True).values[..., :40]
-    assert torch.allclose(found.logprobs.sort(-1, descending=True).values.double(), wanted, rtol=1e-6, atol=4e-6)
-    chosen = exact.gather(-1, found.tokens).sort(-1, descending=True).values
+    assert torch.allclose(candidates.logprobs.sort(-1, descending=True).values.double(), wanted, rtol=1e-6, atol=4e-6)
+    chosen = exact.gather(-1, candidates.tokens).sort(-1, descending=True).values
     assert torch.allclose(chosen, wanted, rtol=0, atol=0)
-    assert all(len(set(row)) == 40 for row in found.tokens.flatten(0, 1).tolist())
+    assert all(len(set(row)) == 40 for row in candidates.tokens.flatten(0, 1).tolist())
 
 
 @pytest.mark.parametrize("scope", ["pool", "beam"])
@@ -76,13 +76,13 @@ def test_pool_distribution_equals_its_oracle(scope: str, settings: tuple[float, 
             top_p,
             min_p,
         )
-        found = distribution.log_p[row].double().exp()
+        probabilities = distribution.log_p[row].double().exp()
         tokens = candidates.tokens[row]
         pairs = {
-            (b, int(tokens[b, c])): float(found[b, c])
+            (b, int(tokens[b, c])): float(probabilities[b, c])
             for b in range(3)
             for c in range(tokens.shape[1])
-            if found[b, c] > 0
+            if probabilities[b, c] > 0
         }
         assert pairs.keys() == {pair for pair, mass in expected.distribution.items() if mass > 1e-40}
         for pair, mass in pairs.items():
@@ -179,19 +179,19 @@ def test_candidates_of_a_large_vocabulary_are_the_best_ones(vocabulary: int, cou
     logits[1, 3, 100:] = float("-inf")
     logits[1, 4, 7] = float("nan")
     before = logits.clone()
-    found = top_candidates(logits, CandidateCount(count))
-    assert not found.full
+    candidates = top_candidates(logits, CandidateCount(count))
+    assert not candidates.full
     assert torch.equal(logits.nan_to_num(), before.nan_to_num())
     expected = torch.log_softmax(logits.double(), -1)
     best = expected.topk(count).values
-    assert found.logprobs[1, 4].isnan().all()
+    assert candidates.logprobs[1, 4].isnan().all()
     real = torch.ones(2, 9, dtype=torch.bool)
     real[1, 4] = False
-    ranked = found.logprobs.sort(-1, descending=True).values
+    ranked = candidates.logprobs.sort(-1, descending=True).values
     torch.testing.assert_close(ranked[real].double(), best[real], rtol=1e-5, atol=1e-5)
-    chosen = expected.gather(-1, found.tokens).sort(-1, descending=True).values
+    chosen = expected.gather(-1, candidates.tokens).sort(-1, descending=True).values
     torch.testing.assert_close(chosen[real], best[real])
-    assert all(len(set(row.tolist())) == count for row in found.tokens.flatten(0, 1))
+    assert all(len(set(row.tolist())) == count for row in candidates.tokens.flatten(0, 1))
 
 
 def test_candidates_do_not_depend_on_the_rows_beside_them() -> None:

@@ -21,9 +21,9 @@ PRIMES = (7, 11, 13, 17, 19, 23)
 @pytest.fixture
 def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Sources that would be tried in a child."""
-    found: list[str] = []
-    monkeypatch.setattr(grammars, "trial_fault", found.append)
-    return found
+    sources: list[str] = []
+    monkeypatch.setattr(grammars, "trial_fault", sources.append)
+    return sources
 
 
 @pytest.fixture
@@ -64,11 +64,11 @@ def test_an_ordinary_grammar_needs_no_child(grammar: Grammar, tried: list[str]) 
     assert tried == []
 
 
-@pytest.mark.parametrize("place", range(len(COSTLY)))
-def test_one_that_may_cost_much_is_tried(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("index", range(len(COSTLY)))
+def test_one_that_may_cost_much_is_tried(index: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammars, "trial_fault", lambda source: "it was tried")
     with pytest.raises(UsageError, match="it was tried"):
-        COSTLY[place].source()
+        COSTLY[index].source()
 
 
 def child(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str) -> None:
@@ -92,8 +92,8 @@ def test_how_a_child_ends_is_told(
     program: str, told: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, nothing_known: None
 ) -> None:
     child(monkeypatch, tmp_path, program)
-    found = trial_fault("source")
-    assert found is None if told is None else told in str(found)
+    fault = trial_fault("source")
+    assert fault is None if told is None else told in str(fault)
 
 
 def test_each_grammar_is_tried_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, nothing_known: None) -> None:

@@ -48,7 +48,7 @@ class Said:
     candidates: Candidates
 
     def best(self, row: int) -> list[int]:
-        found = list[int]()
+        best = list[int]()
         for node in range(self.valid.shape[1]):
             ranked = sorted(
                 zip(
@@ -59,12 +59,12 @@ class Said:
                 key=lambda pair: (-pair[0], pair[1]),
             )
             real = [token for logprob, token in ranked[:KEPT] if logprob > float("-inf")]
-            found += real if self.valid[row, node] else []
-        return found
+            best += real if self.valid[row, node] else []
+        return best
 
     def row(self, row: int) -> Said:
-        one, part = self.candidates, slice(row, row + 1)
-        return Said(self.valid[part], Candidates(one.tokens[part], one.logprobs[part], one.full))
+        candidates, part = self.candidates, slice(row, row + 1)
+        return Said(self.valid[part], Candidates(candidates.tokens[part], candidates.logprobs[part], candidates.full))
 
 
 def said(seed: int, rows: int, width: int) -> Said:
@@ -88,15 +88,15 @@ def learn(own: OwnIds, heard: Said) -> None:
 
 def held(own: OwnIds) -> list[list[int]]:
     """Own ids of each row, which stand first, without gaps."""
-    found = []
+    lists = []
     for row in own.tokens.tolist():
         some = [token for token in row if token != V]
         assert row[: len(some)] == some
         assert len(set(some)) == len(some)
         assert not set(some) & set(FIXED)
-        found.append(some)
-    assert [len(some) for some in found] == own.count.tolist()
-    return found
+        lists.append(some)
+    assert [len(some) for some in lists] == own.count.tolist()
+    return lists
 
 
 @pytest.mark.parametrize("most", [1000, 20, 1])
@@ -122,8 +122,8 @@ def test_rows_have_what_a_list_has(most: int, width: int) -> None:
         for row in range(rows):
             lists[row].take(heard.best(row))
             learn(alone[row], heard.row(row))
-        assert held(own) == [one.held for one in lists]
-        assert held(own) == [held(one)[0] for one in alone]
+        assert held(own) == [listed.held for listed in lists]
+        assert held(own) == [held(own)[0] for own in alone]
 
 
 def test_rows_keep_theirs_where_they_go() -> None:

@@ -87,13 +87,16 @@ CLOSED: dict[str, tuple[Schema, list[object]]] = {
     "beside anyOf": ({**A, "anyOf": [B, {"required": ["a"]}]}, [{"a": 1}, {"a": 1, "b": 2}]),
     "anyOf": ({"anyOf": [A, B]}, [{"a": 1}, {"b": 2}]),
     "required alone": ({"type": "object", "required": ["c"]}, [{"c": 3}]),
-    "said to be open": ({**A, "additionalProperties": True}, [one for one in TEXTS if one and one.get("a") == 1]),
+    "said to be open": (
+        {**A, "additionalProperties": True},
+        [value for value in TEXTS if value and value.get("a") == 1],
+    ),
     "one part said so": (
         {"allOf": [{**A, "additionalProperties": True}, B]},
         [{"a": 1, "b": 2}, {"a": 1, "b": 2, "c": 3}],
     ),
     "values said": ({**A, "additionalProperties": {"const": 3}}, [{"a": 1}, {"a": 1, "c": 3}]),
-    "no property named": ({"type": "object"}, [one for one in TEXTS if one is not None]),
+    "no property named": ({"type": "object"}, [value for value in TEXTS if value is not None]),
 }
 
 
@@ -101,18 +104,18 @@ def accepted(schema: Schema) -> list[object]:
     """Of TEXTS those that llguidance takes."""
     start = LLMatcher(byte_tokenizer(), Grammar.json_schema(schema).source(), log_level=0)
     assert not start.is_error(), start.get_error()
-    tokens = [[*json.dumps(one).encode(), 256] for one in TEXTS]
-    return [one for one, said in zip(TEXTS, tokens, strict=True) if start.validate_tokens(said) == len(said)]
+    tokens = [[*json.dumps(value).encode(), 256] for value in TEXTS]
+    return [value for value, said in zip(TEXTS, tokens, strict=True) if start.validate_tokens(said) == len(said)]
 
 
 @pytest.mark.parametrize("name", CLOSED)
 def test_objects_are_closed_unless_the_schema_says_otherwise(name: str) -> None:
     schema, expected = CLOSED[name]
-    found = accepted(schema)
-    assert found == [one for one in TEXTS if one in expected]
-    for one in found:
-        jsonschema.validate(one, schema)
-        jsonschema.validate(one, close_objects(schema))
+    values = accepted(schema)
+    assert values == [value for value in TEXTS if value in expected]
+    for value in values:
+        jsonschema.validate(value, schema)
+        jsonschema.validate(value, close_objects(schema))
 
 
 def test_properties_by_pattern_are_closed_too() -> None:
@@ -155,6 +158,6 @@ def test_each_part_of_a_nested_merge_is_read_once(keyword: str, monkeypatch: pyt
 
 def test_properties_that_every_part_would_get_are_bounded() -> None:
     """Guards memory: names times parts."""
-    schema = {"properties": {f"p{one}": {} for one in range(5000)}, "anyOf": [{} for _ in range(5000)]}
+    schema = {"properties": {f"p{number}": {} for number in range(5000)}, "anyOf": [{} for _ in range(5000)]}
     with pytest.raises(UsageError, match="name more than 200,000 properties"):
         close_objects(schema)

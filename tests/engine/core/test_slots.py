@@ -65,14 +65,14 @@ class Simulation:
         self.valid = torch.tensor([[self.random.random() < 0.8 for _ in range(self.beams)]])
         self.valid[0, 0] = True
         run = start + self.table.used if layer else self.table.drafted
-        known = {self.held[slot] for slot in range(int(run[0]))}
+        kept = {self.held[slot] for slot in range(int(run[0]))}
         moved = compact(self.table, seen[:, parents], self.valid, run)
         before = list(self.held)
         for src_slots, dst_slots in zip(moved.src_slots[0].tolist(), moved.dst_slots[0].tolist(), strict=True):
             self.held[dst_slots] = before[src_slots]
         self.ancestors = moved.ancestors
         drafted, used = int(self.table.drafted[0]), int(self.table.used[0])
-        assert set(self.held[:drafted]) == known & set(self.held[:used])
+        assert set(self.held[:drafted]) == kept & set(self.held[:used])
         self.paths = [paths[parent] for parent in parents]
 
     def _pick_parent(self, start: int, layer: int) -> int:

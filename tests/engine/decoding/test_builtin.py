@@ -46,7 +46,7 @@ def ids(results: list[RequestResult]) -> list[list[tuple[int, ...]]]:
 )
 def test_search_is_transformers_beam_search(beams: int, penalty: float, early: bool) -> None:
     settings = {"length_penalty": penalty, "early_stopping": early, "n_best": beams}
-    found = run(8, sampling=settings, rule="search", num_beams=beams, drafts_per_layer=2 * beams)
+    results = run(8, sampling=settings, rule="search", num_beams=beams, drafts_per_layer=2 * beams)
     engine = pair()
     model: Any = engine.target.stock()  # type: ignore[attr-defined]
     beam_options = {"length_penalty": penalty, "early_stopping": early} if beams > 1 else {}
@@ -61,7 +61,7 @@ def test_search_is_transformers_beam_search(beams: int, penalty: float, early: b
         max_new_tokens=NEW,
         **beam_options,
     )
-    hypotheses = [one for result in found for one in result.hypotheses]
+    hypotheses = [beam for result in results for beam in result.hypotheses]
     for row, hypothesis in zip(out[:, width:].tolist(), hypotheses, strict=True):
         end = next((i + 1 for i, token in enumerate(row) if token in eos), len(row))
         assert tuple(row[:end]) == hypothesis.token_ids
@@ -99,7 +99,7 @@ def sampled(rows: list[Request], batch_size: int) -> list[set[tuple[int, ...]]]:
     """All ten beams of each, without drafts."""
     loaded, method = pair(), dsbd_cli.MethodConfig(num_beams=10, depth=0)
     engine = dsbd_cli.Engine(loaded.target, None, loaded.codec, method, batch_size=batch_size)
-    return [{one.token_ids for one in result.hypotheses} for result in engine.run(rows)]
+    return [{beam.token_ids for beam in result.hypotheses} for result in engine.run(rows)]
 
 
 def beams_of(prompt: str, seed: int, top_k: int, new: int = 1) -> Request:

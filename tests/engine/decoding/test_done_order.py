@@ -22,9 +22,9 @@ def test_a_long_request_holds_no_short_one_back() -> None:
     ]
     error = RowError("a bad row")
     wanted = {result.request.id: result.hypotheses for result in engine.run(requests)}
-    found = list(engine.run([*requests, error], ordered=False))
-    answered = [result for result in found if result.error is None]
-    assert [result.error for result in found if result.error is not None] == [error]
+    results = list(engine.run([*requests, error], ordered=False))
+    answered = [result for result in results if result.error is None]
+    assert [result.error for result in results if result.error is not None] == [error]
     assert [result.request.id for result in answered] == ["short", "middle", "long"]
     assert all(any(result.request is request for request in requests) for result in answered)
     assert {result.request.id: result.hypotheses for result in answered} == wanted

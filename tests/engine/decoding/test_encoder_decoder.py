@@ -42,7 +42,7 @@ def models(family: str) -> tuple[Any, Seq2SeqForestModel, Seq2SeqForestModel]:
 
 def encoder_inputs(count: int, seed: int = 3) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(6, V, (3 + 5 * (place % 4),), generator=generator).tolist() for place in range(count)]
+    return [torch.randint(6, V, (3 + 5 * (index % 4),), generator=generator).tolist() for index in range(count)]
 
 
 def answers(
@@ -50,13 +50,13 @@ def answers(
 ) -> list[RequestResult]:
     each = sampling if isinstance(sampling, list) else [sampling] * len(batch)
     requests = (
-        Request(id=str(place), seed=place, prompt_ids=tuple(ids), sampling=one)
-        for place, (ids, one) in enumerate(zip(batch, each, strict=True))
+        Request(id=str(index), seed=index, prompt_ids=tuple(ids), sampling=sampling)
+        for index, (ids, sampling) in enumerate(zip(batch, each, strict=True))
     )
-    found = list(engine.run(requests))
-    for result in found:
+    results = list(engine.run(requests))
+    for result in results:
         result.check()
-    return found
+    return results
 
 
 def engine(family: str, method: MethodConfig, rows: int) -> Engine:
@@ -65,12 +65,12 @@ def engine(family: str, method: MethodConfig, rows: int) -> Engine:
     return Engine(target, draft if method.needs_draft else None, codec, method, batch_size=rows)
 
 
-def check(found: list[RequestResult], want: list[list[tuple[list[int], float]]]) -> None:
-    ids = [[list(one.token_ids) for one in result.hypotheses] for result in found]
-    assert ids == [[one for one, _ in each] for each in want]
-    for result, each in zip(found, want, strict=True):
+def check(results: list[RequestResult], want: list[list[tuple[list[int], float]]]) -> None:
+    ids = [[list(beam.token_ids) for beam in result.hypotheses] for result in results]
+    assert ids == [[tokens for tokens, _ in each] for each in want]
+    for result, each in zip(results, want, strict=True):
         if len(each) > 1:
-            assert [one.score for one in result.hypotheses] == pytest.approx([score for _, score in each], abs=2e-4)
+            assert [beam.score for beam in result.hypotheses] == pytest.approx([score for _, score in each], abs=2e-4)
 
 
 PROMPTS = 12  # of four lengths and with six ENDINGS: every length occurs with every penalty
@@ -81,39 +81,39 @@ ALL = "t5"
 MORE = ((1, 0, 5), (1, 3, 1), (8, 3, 5))  # there alone
 
 
-def engines_of(place: int, family: str) -> list[tuple[int, int, int]]:
-    others = [one for one in ENGINES if one not in EVERYWHERE]
-    return [*ENGINES, *MORE] if family == ALL else [*EVERYWHERE, others[place % len(others)]]
+def engines_of(index: int, family: str) -> list[tuple[int, int, int]]:
+    others = [shape for shape in ENGINES if shape not in EVERYWHERE]
+    return [*ENGINES, *MORE] if family == ALL else [*EVERYWHERE, others[index % len(others)]]
 
 
 @cache
 def wanted(family: str, width: int) -> list[Any]:
     """transformers' answers to the prompts, each with its ENDINGS; those of one setting share a batch."""
-    batch, found = encoder_inputs(PROMPTS), dict[int, Any]()
+    batch, beams = encoder_inputs(PROMPTS), dict[int, Any]()
     for number, (penalty, early) in enumerate(ENDINGS if width > 1 else ENDINGS[:1]):
-        which = [place for place in range(PROMPTS) if width == 1 or place % len(ENDINGS) == number]
+        which = [index for index in range(PROMPTS) if width == 1 or index % len(ENDINGS) == number]
         settings = {"length_penalty": penalty, "early_stopping": early} if width > 1 else {}
-        each = batch_beams(models(family)[0], [batch[place] for place in which], width, list(ENDS), NEW, **settings)
-        found |= dict(zip(which, each, strict=True))
-    return [found[place] for place in range(PROMPTS)]
+        each = batch_beams(models(family)[0], [batch[index] for index in which], width, list(ENDS), NEW, **settings)
+        beams |= dict(zip(which, each, strict=True))
+    return [beams[index] for index in range(PROMPTS)]
 
 
 @pytest.mark.parametrize(
     ("family", "width", "depth", "rows"),
-    [(family, *one) for place, family in enumerate(TEXT) for one in engines_of(place, family)],
+    [(family, *shape) for index, family in enumerate(TEXT) for shape in engines_of(index, family)],
 )
 def test_search_is_transformers_beam_search(family: str, width: int, depth: int, rows: int) -> None:
     """Every hypothesis and score of 12 prompts; one row at a time takes long, so that there each ending has one."""
     count = PROMPTS if rows > 1 else len(ENDINGS)
     method = MethodConfig(rule="search", num_beams=width, depth=depth, drafts_per_layer=2 * width)
-    endings = [ENDINGS[place % len(ENDINGS)] for place in range(count)]
+    endings = [ENDINGS[index % len(ENDINGS)] for index in range(count)]
     asked = [
         SamplingConfig(max_new_tokens=NEW, length_penalty=penalty, early_stopping=early, n_best=width)
         for penalty, early in endings
     ]
-    found = answers(engine(family, method, rows), encoder_inputs(PROMPTS)[:count], asked)
-    check(found, wanted(family, width)[:count])
-    assert (sum(result.stats.steps - result.stats.target_calls for result in found) > 0) == (depth > 0)
+    results = answers(engine(family, method, rows), encoder_inputs(PROMPTS)[:count], asked)
+    check(results, wanted(family, width)[:count])
+    assert (sum(result.stats.steps - result.stats.target_calls for result in results) > 0) == (depth > 0)
 
 
 @pytest.mark.parametrize("family", TEXT)
@@ -130,15 +130,15 @@ def test_an_answer_may_begin_with_padding_which_has_no_position(monkeypatch: pyt
     batch, method = encoder_inputs(2), MethodConfig(rule="search", depth=0)
     want = batch_beams(plain, batch, 4, list(ENDS), NEW)
 
-    def found() -> list[RequestResult]:
+    def search() -> list[RequestResult]:
         target = Seq2SeqForestModel(deepcopy(plain), "m2m100")
         made = Engine(target, None, pair_codec(target.module, ENDS), method, batch_size=2)
         return answers(made, batch, SamplingConfig(max_new_tokens=NEW, n_best=4))
 
-    check(found(), want)
+    check(search(), want)
     monkeypatch.setattr(positions, "_padding", lambda *_: None)
     with pytest.raises(AssertionError):
-        check(found(), want)
+        check(search(), want)
 
 
 ALL_DRAFTERS = ("t5", "bart", "m2m100")  # one family of each kind of positions
@@ -150,7 +150,7 @@ def test_coupled_text_does_not_depend_on_the_draft(family: str) -> None:
 
     def texts(method: MethodConfig, rows: int) -> list[Any]:
         return [
-            [one.token_ids for one in result.hypotheses]
+            [beam.token_ids for beam in result.hypotheses]
             for result in answers(engine(family, method, rows), batch, sampling)
         ]
 
@@ -193,13 +193,13 @@ def test_token_rules_of_the_checkpoint_are_transformers(name: str, monkeypatch: 
     sampling = SamplingConfig(max_new_tokens=NEW, n_best=4, **search)
     check(answers(engine(family, MethodConfig(rule="search", depth=0), 3), batch, sampling), want)
     drafted = engine(family, MethodConfig(rule="search", depth=3, drafts_per_layer=8), 3)
-    found = answers(drafted, batch, sampling)
-    check(found, want)
+    results = answers(drafted, batch, sampling)
+    check(results, want)
     # transformers leaves out an end token alone
     shown = {**rules, "bad_words_ids": [[40], [41, 42]]} if name == "marian" else rules
-    assert shown.items() <= dict(found[0].token_rules).items()
+    assert shown.items() <= dict(results[0].token_rules).items()
     off = SamplingConfig(max_new_tokens=NEW, n_best=4, token_rules="none", **search)
-    assert [result.text for result in answers(drafted, batch, off)] != [result.text for result in found]
+    assert [result.text for result in answers(drafted, batch, off)] != [result.text for result in results]
     # the rules depend on the path alone, so a sampled text does not depend on the draft under them either
     texts = [
         [result.text for result in answers(engine(family, method, rows), batch, sampling)]
@@ -230,10 +230,10 @@ def test_token_rules_of_a_decoder_only_target(monkeypatch: pytest.MonkeyPatch) -
             for ids in batch
         ]
         sampling = SamplingConfig(max_new_tokens=NEW, token_rules=text)
-        for one in engines:
-            found = [list(result.hypotheses[0].token_ids) for result in answers(one, batch, sampling)]
+        for decoder in engines:
+            token_ids = [list(result.hypotheses[0].token_ids) for result in answers(decoder, batch, sampling)]
             rows = [out[0, len(ids) :].tolist() for out, ids in zip(want, batch, strict=True)]
-            assert [row[: len(own)] for row, own in zip(rows, found, strict=True)] == found
+            assert [row[: len(own)] for row, own in zip(rows, token_ids, strict=True)] == token_ids
 
 
 def test_a_prefix_begins_the_answer() -> None:
@@ -243,8 +243,8 @@ def test_a_prefix_begins_the_answer() -> None:
     plain.generation_config.eos_token_id = list(ENDS)
     start = plain.generation_config.decoder_start_token_id
     sampling = SamplingConfig(max_new_tokens=NEW, prefix="50 60", target_lang=None)
-    found = answers(engine("m2m100", MethodConfig(rule="search", depth=0), 2), batch, sampling)
-    for ids, result in zip(batch, found, strict=True):
+    results = answers(engine("m2m100", MethodConfig(rule="search", depth=0), 2), batch, sampling)
+    for ids, result in zip(batch, results, strict=True):
         out = plain.generate(
             torch.tensor([ids]),
             decoder_input_ids=torch.tensor([[start, 50, 60]]),
@@ -267,17 +267,17 @@ def test_a_row_that_fails_counts_its_source(error: Exception | None) -> None:
         def forward(self, batch: ForestInput, *, logits: bool = True) -> torch.Tensor | None:
             if error is not None:
                 raise error
-            found = super().forward(batch, logits=logits)
-            return found if found is None else torch.full_like(found, torch.nan)
+            output = super().forward(batch, logits=logits)
+            return output if output is None else torch.full_like(output, torch.nan)
 
     target = Broken(models("bart")[1].module, "bart")
     codec = pair_codec(target.module, ENDS)
-    one = Engine(
+    decoder = Engine(
         *(target, None, codec, MethodConfig(rule="search", depth=0)), batch_size=1, on_too_long="truncate-left"
     )
     rules = "no_repeat_ngram_size=3"
     sampling = SamplingConfig(max_new_tokens=4, token_rules=rules)
-    (result,) = one.run([Request(prompt_ids=tuple(range(6, 80)), sampling=sampling)])
+    (result,) = decoder.run([Request(prompt_ids=tuple(range(6, 80)), sampling=sampling)])
     assert result.error is not None
     assert (result.source_tokens, result.prompt_tokens, result.truncated_tokens) == (64, 65, 10)
     assert result.token_rules["no_repeat_ngram_size"] == 3
@@ -285,10 +285,10 @@ def test_a_row_that_fails_counts_its_source(error: Exception | None) -> None:
 
 def failure(request: Request, **settings: Any) -> str:
     _, target, _ = models("bart")
-    one = Engine(
+    decoder = Engine(
         target, None, pair_codec(target.module, ENDS), MethodConfig(rule="search", depth=0), batch_size=1, **settings
     )
-    (result,) = one.run([request])
+    (result,) = decoder.run([request])
     assert result.error is not None
     return str(result.error)
 
@@ -333,8 +333,8 @@ def test_a_source_is_checked_against_every_encoder() -> None:
     _, target, draft = models("bart")
     codec = pair_codec(target.module, ENDS)
     narrow = Narrow(draft.module, "draft")
-    one = Engine(target, narrow, codec, MethodConfig(rule="search", depth=2), batch_size=1)
-    right, wrong = one.run(
+    decoder = Engine(target, narrow, codec, MethodConfig(rule="search", depth=2), batch_size=1)
+    right, wrong = decoder.run(
         [Request(prompt_ids=(6, ids), sampling=SamplingConfig(max_new_tokens=2)) for ids in (49, 50)]
     )
     assert right.error is None
@@ -359,8 +359,8 @@ def test_sources_are_stored_once_whatever_the_width() -> None:
     """Guards repeated keys and values of the source, which is what wide beams cost elsewhere."""
     sizes = []
     for width in (1, 16):
-        one = engine("t5", MethodConfig(rule="search", num_beams=width, depth=0), 2)
-        answers(one, encoder_inputs(4), SamplingConfig(max_new_tokens=3))
+        decoder = engine("t5", MethodConfig(rule="search", num_beams=width, depth=0), 2)
+        answers(decoder, encoder_inputs(4), SamplingConfig(max_new_tokens=3))
         target = models("t5")[1]
         sizes.append(sum(stored.nbytes for layer in target._cross._own for stored in layer.stored))
         target.release()
@@ -378,9 +378,9 @@ def test_a_shared_encoder_gives_the_same_texts() -> None:
     sampling = SamplingConfig(max_new_tokens=NEW, n_best=4)
 
     def texts(method: MethodConfig, rows: int) -> list[Any]:
-        one = Engine(target, draft if method.needs_draft else None, codec, method, batch_size=rows)
-        found = answers(one, batch, sampling)
-        return [[beam.token_ids for beam in result.hypotheses] for result in found]
+        decoder = Engine(target, draft if method.needs_draft else None, codec, method, batch_size=rows)
+        results = answers(decoder, batch, sampling)
+        return [[beam.token_ids for beam in result.hypotheses] for result in results]
 
     want = texts(MethodConfig(rule="search", depth=0), 2)
     assert texts(MethodConfig(rule="search", depth=3, drafts_per_layer=8), 3) == want
@@ -388,11 +388,11 @@ def test_a_shared_encoder_gives_the_same_texts() -> None:
 
 
 def test_streamed_pieces_join_to_the_text_with_its_prefix() -> None:
-    one = engine("m2m100", MethodConfig(rule="search", num_beams=1, depth=2, drafts_per_layer=4), 2)
+    decoder = engine("m2m100", MethodConfig(rule="search", num_beams=1, depth=2, drafts_per_layer=4), 2)
     sampling = SamplingConfig(max_new_tokens=NEW, prefix="50 60")
     joined: dict[str, str] = {}
     whole: dict[str, str] = {}
-    for piece in one.stream([Request(prompt_ids=tuple(ids), sampling=sampling) for ids in encoder_inputs(3)]):
+    for piece in decoder.stream([Request(prompt_ids=tuple(ids), sampling=sampling) for ids in encoder_inputs(3)]):
         joined[piece.request.id] = joined.get(piece.request.id, "") + piece.text
         if piece.result is not None:
             whole[piece.request.id] = piece.result.text
@@ -407,8 +407,8 @@ def test_lookups_read_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         PromptTable, "put", lambda self, row, prompt: (kept.append(list(prompt)), put(self, row, prompt))[1]
     )
-    one = engine("t5", MethodConfig(rule="search", depth=2, drafter="ngram"), 1)
-    answers(one, [[6, 7, 8]], SamplingConfig(max_new_tokens=4))
+    decoder = engine("t5", MethodConfig(rule="search", depth=2, drafter="ngram"), 1)
+    answers(decoder, [[6, 7, 8]], SamplingConfig(max_new_tokens=4))
     assert kept[-1] == [0, 6, 7, 8, 0]
 
 

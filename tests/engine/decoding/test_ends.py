@@ -106,7 +106,8 @@ def mixed_rows(count: int, seed: int, **more: Any) -> list[Request]:
 
 def facts(result: RequestResult) -> list[object]:
     return [
-        (one.token_ids, one.logprob.hex(), one.score.hex(), one.finish_reason, one.tokens) for one in result.hypotheses
+        (beam.token_ids, beam.logprob.hex(), beam.score.hex(), beam.finish_reason, beam.tokens)
+        for beam in result.hypotheses
     ]
 
 
@@ -128,11 +129,11 @@ def test_rows_with_other_ends_get_what_such_a_checkpoint_gives(rule: str, depth:
     decoder = engine(rule, batch_size=7, depth=depth)
     if not kernels:
         decoder.stepper.ops = decoder.stepper.ops.without("draft", "verify", "commit")
-    for request, found in zip(rows, decoder.run(rows), strict=True):
-        assert facts(found) == facts(alone(request, rule, depth=depth))
+    for request, result in zip(rows, decoder.run(rows), strict=True):
+        assert facts(result) == facts(alone(request, rule, depth=depth))
         ends = ends_of(request.sampling)
-        for one in found.hypotheses:
-            assert not set(one.token_ids[:-1]) & set(ends)
+        for beam in result.hypotheses:
+            assert not set(beam.token_ids[:-1]) & set(ends)
     assert any(2 in result.hypotheses[0].token_ids[:-1] for result in decoder.run(rows)), "an end token was passed"
 
 
@@ -153,7 +154,7 @@ def test_wrong_ends_are_found(change: Callable[[StopSet], StopSet], monkeypatch:
     rows = mixed_rows(30, seed=3)
     expected = [facts(alone(request, "coupled")) for request in rows]
     monkeypatch.setattr(Encoder, "_ends", mistaken(Encoder._ends, change))
-    assert [facts(found) for found in engine(batch_size=7).run(rows)] != expected
+    assert [facts(result) for result in engine(batch_size=7).run(rows)] != expected
 
 
 def plain_texts(request: Request, rule: str) -> tuple[Text, ...]:
@@ -175,19 +176,19 @@ def plain_texts(request: Request, rule: str) -> tuple[Text, ...]:
 
 @pytest.mark.parametrize("rule", ["coupled", "search"])
 def test_rows_get_the_text_of_the_plain_decoder(rule: str) -> None:
-    rows = [one for one in mixed_rows(60, seed=5) if not one.sampling.stop]
+    rows = [row for row in mixed_rows(60, seed=5) if not row.sampling.stop]
     for request, result in zip(rows, engine(rule, batch_size=9).run(rows), strict=True):
         expected = plain_texts(request, rule)
-        assert [one.token_ids for one in result.hypotheses] == [text.tokens for text in expected]
+        assert [beam.token_ids for beam in result.hypotheses] == [text.tokens for text in expected]
         reasons = ["length" if text.by_length else "stop" for text in expected]
-        assert [one.finish_reason for one in result.hypotheses] == reasons
+        assert [beam.finish_reason for beam in result.hypotheses] == reasons
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "rsd-c", "rsd-s", "dynamic-tree"])
 def test_drafts_of_other_drafters_know_the_ends(drafter: str) -> None:
     rows = mixed_rows(20, seed=7)
-    for request, found in zip(rows, engine(batch_size=6, drafter=drafter).run(rows), strict=True):
-        assert facts(found) == facts(alone(request, "coupled", depth=0))
+    for request, result in zip(rows, engine(batch_size=6, drafter=drafter).run(rows), strict=True):
+        assert facts(result) == facts(alone(request, "coupled", depth=0))
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
@@ -208,8 +209,8 @@ def test_end_tokens_are_those_of_transformers(family: str) -> None:
         )
         for number, (ids, eos) in enumerate(zip(batch, own, strict=True))
     ]
-    found = [[list(one.token_ids) for one in result.hypotheses] for result in decoder.run(rows)]
-    for ids, eos, texts in zip(batch, own, found, strict=True):
+    token_ids = [[list(beam.token_ids) for beam in result.hypotheses] for result in decoder.run(rows)]
+    for ids, eos, texts in zip(batch, own, token_ids, strict=True):
         made.generation_config.eos_token_id, made.generation_config.pad_token_id = list(eos) or None, 0
         out = made.generate(
             torch.tensor([ids]), num_beams=4, num_return_sequences=4, do_sample=False, max_new_tokens=12
@@ -237,7 +238,7 @@ def never_rows(count: int) -> list[Request]:
 
 
 def best_tokens(results: Iterable[RequestResult]) -> list[list[tuple[int, ...]]]:
-    return [[one.token_ids for one in result.hypotheses] for result in results]
+    return [[beam.token_ids for beam in result.hypotheses] for result in results]
 
 
 @pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "tensors"])
@@ -258,12 +259,12 @@ def test_a_beam_scored_at_its_present_length_is_found(monkeypatch: pytest.Monkey
     """Mutants of the rule: the present length always, and the largest length in rows that do not ask for it."""
     rows = never_rows(100)
 
-    def found() -> list[list[tuple[int, ...]]]:
+    def search() -> list[list[tuple[int, ...]]]:
         decoder = engine("search", batch_size=50)
         decoder.stepper.ops = decoder.stepper.ops.without("draft", "verify", "commit")
         return best_tokens(decoder.run(rows))
 
-    expected = found()
+    expected = search()
 
     def in_all_rows(limits: Limits, scale: Tensor) -> Tensor:
         longest = finished._power(limits.max_new, limits.length_penalty).unsqueeze(1)
@@ -271,7 +272,7 @@ def test_a_beam_scored_at_its_present_length_is_found(monkeypatch: pytest.Monkey
 
     for mutant in (lambda limits, scale: scale, in_all_rows):
         monkeypatch.setattr(finished, "_best_scale", mutant)
-        assert found() != expected
+        assert search() != expected
 
 
 @pytest.mark.parametrize("penalty", [0.5, 1.0, 2.0, 0.0, -1.0])
@@ -286,8 +287,8 @@ def test_never_is_that_of_transformers(family: str, penalty: float) -> None:
         MethodConfig(rule="search", num_beams=3, depth=3),
     )
     sampling = SamplingConfig(max_new_tokens=14, n_best=3, length_penalty=penalty, early_stopping="never")
-    found = best_tokens(decoder.run(Request(prompt_ids=tuple(ids), sampling=sampling) for ids in batch))
-    for ids, texts in zip(batch, found, strict=True):
+    best = best_tokens(decoder.run(Request(prompt_ids=tuple(ids), sampling=sampling) for ids in batch))
+    for ids, texts in zip(batch, best, strict=True):
         out = made.generate(
             torch.tensor([ids]),
             num_beams=3,
@@ -303,16 +304,16 @@ def test_never_is_that_of_transformers(family: str, penalty: float) -> None:
 
 def test_least_lengths_hold_back_a_rows_own_ends() -> None:
     rows = [
-        replace(one, sampling=replace(one.sampling, stop=(), token_rules="min_new_tokens=3"))
-        for one in mixed_rows(40, seed=9)
+        replace(row, sampling=replace(row.sampling, stop=(), token_rules="min_new_tokens=3"))
+        for row in mixed_rows(40, seed=9)
     ]
     passed = 0
     for request, result in zip(rows, engine(batch_size=6).run(rows), strict=True):
         ends = set(ends_of(request.sampling))
         assert facts(result) == facts(alone(request, "coupled"))
-        for one in result.hypotheses:
-            assert not set(one.token_ids[:3]) & ends
-            passed += bool(set(one.token_ids[:3]) & set(EOS))
+        for beam in result.hypotheses:
+            assert not set(beam.token_ids[:3]) & ends
+            passed += bool(set(beam.token_ids[:3]) & set(EOS))
     assert passed, "the checkpoint's ends are free for the other rows"
 
 
@@ -321,16 +322,16 @@ def test_least_lengths_hold_back_a_rows_own_ends() -> None:
 def test_texts_show_what_they_are_asked_to_show(include: bool, skip: bool) -> None:
     shown = {"include_stop_str_in_output": include, "skip_special_tokens": skip}
     plain = mixed_rows(60, seed=11, token_logprobs=True)
-    rows = [replace(one, sampling=replace(one.sampling, **shown)) for one in plain]
+    rows = [replace(row, sampling=replace(row.sampling, **shown)) for row in plain]
     codec, kinds = SpecialCodec(VOCABULARY, EOS), set[str]()
     pieces = codec.token_bytes(skip_special_tokens=skip)
     decoder = engine(batch_size=8)
     for request, result in zip(rows, decoder.run(rows), strict=True):
         ends, stops = ends_of(request.sampling), request.sampling.stop
-        for one in result.hypotheses:
-            ids, text = one.token_ids, b"".join(pieces[token] for token in one.token_ids).decode()
+        for beam in result.hypotheses:
+            ids, text = beam.token_ids, b"".join(pieces[token] for token in beam.token_ids).decode()
             by_string = min((stop for stop in stops if stop in text), key=text.find, default=None)
-            if one.token_ids[-1] in ends:
+            if beam.token_ids[-1] in ends:
                 kinds.add("token")
                 wanted = b"".join(pieces[token] for token in (ids if include else ids[:-1])).decode()
             elif by_string is not None:
@@ -339,10 +340,10 @@ def test_texts_show_what_they_are_asked_to_show(include: bool, skip: bool) -> No
                 wanted = text[:end]
             else:
                 wanted = text
-            assert one.text == wanted
-            assert one.finish_reason == ("length" if one.token_ids[-1] not in ends and by_string is None else "stop")
-            assert one.tokens is not None
-            assert [token.text for token in one.tokens] == [pieces[token] for token in ids]
+            assert beam.text == wanted
+            assert beam.finish_reason == ("length" if beam.token_ids[-1] not in ends and by_string is None else "stop")
+            assert beam.tokens is not None
+            assert [token.text for token in beam.tokens] == [pieces[token] for token in ids]
     assert kinds == {"token", "string"}
     # what is streamed is the same text
     texts = defaultdict[str, str](str)
@@ -354,9 +355,9 @@ def test_texts_show_what_they_are_asked_to_show(include: bool, skip: bool) -> No
 def test_stop_strings_are_found_in_special_tokens_that_are_shown() -> None:
     def texts(**asked: Any) -> list[tuple[str, tuple[int, ...], str]]:
         sampling = SamplingConfig(max_new_tokens=12, n_best=3, ignore_eos=True, **asked)
-        rows = [replace(one, sampling=sampling) for one in mixed_rows(40, seed=13)]
-        found = [one for result in engine(batch_size=10).run(rows) for one in result.hypotheses]
-        return [(one.text, one.token_ids, one.finish_reason) for one in found]
+        rows = [replace(row, sampling=sampling) for row in mixed_rows(40, seed=13)]
+        hypotheses = [beam for result in engine(batch_size=10).run(rows) for beam in result.hypotheses]
+        return [(beam.text, beam.token_ids, beam.finish_reason) for beam in hypotheses]
 
     hidden = texts(stop=("<note>",))
     assert hidden == texts(), "a token without text stops nothing"
@@ -382,7 +383,7 @@ def test_a_tokenizers_special_tokens_are_shown() -> None:
     assert shown[tokenizer.eos_token_id] == end.encode()
     hidden = codec.token_bytes()
     assert hidden[tokenizer.eos_token_id] == b""
-    assert sum(one != other for one, other in zip(shown, hidden, strict=True)) == len(set(tokenizer.all_special_ids))
+    assert sum(text != other for text, other in zip(shown, hidden, strict=True)) == len(set(tokenizer.all_special_ids))
     asked = SamplingConfig(stop=f"g{end}", skip_special_tokens=False)
     assert text_of(ids, asked, codec).lstrip() == "over the lazy do"
     kept = SamplingConfig(stop="lazy", include_stop_str_in_output=True)
@@ -434,9 +435,9 @@ def test_a_token_that_ends_a_grammars_text_early_is_told() -> None:
     for pattern in (r"(3 ){1,2}(4 1 )", r"(3 ){1,2}(4 )?"):
         row = Request(prompt_ids=(1,), grammar=Grammar.regex(pattern), sampling=sampling)
         (result,) = engine().run([row])
-        for one in result.hypotheses:
-            assert one.valid == (one.text in ("3 ", "3 3 ") and pattern.endswith("?"))
-            seen.add(bool(one.valid))
+        for beam in result.hypotheses:
+            assert beam.valid == (beam.text in ("3 ", "3 3 ") and pattern.endswith("?"))
+            seen.add(bool(beam.valid))
     assert seen == {True, False}
 
 

@@ -41,12 +41,12 @@ def engine(
 def test_the_left_of_a_long_prompt_is_dropped(form: str, target: int, draft: int | None) -> None:
     """Guards against one of the ways into the engine that is not cut, or is cut on the wrong side."""
     text = "3 4 5 6 7 8 9"
-    given = {
+    sources = {
         "prompt": text,
         "messages": ({"role": "user", "content": text},),
         "prompt_ids": tuple(map(int, text.split())),
     }
-    request = Request(id="a", seed=1, sampling=SAMPLING, **{form: given[form]})  # type: ignore[arg-type]
+    request = Request(id="a", seed=1, sampling=SAMPLING, **{form: sources[form]})  # type: ignore[arg-type]
     [cut] = engine(target, draft_positions=draft).run([request])
     assert (cut.error, cut.prompt_tokens, cut.truncated_tokens) == (None, 3, 4)
     [short] = engine(target).run([Request(id="a", seed=1, prompt="7 8 9", sampling=SAMPLING)])
@@ -86,9 +86,9 @@ class CountingCodec(NumberCodec):
 @pytest.mark.parametrize("form", ["prompt", "messages"])
 def test_a_text_that_is_far_too_long_is_refused_before_it_is_tokenized(form: str) -> None:
     text = "3 " * 300_000
-    given = {"prompt": text, "messages": ({"role": "user", "content": text},)}
+    sources = {"prompt": text, "messages": ({"role": "user", "content": text},)}
     decoder = engine(9, CountingCodec(VOCABULARY), on_too_long="error")
-    [result] = decoder.run([Request(id="a", seed=1, sampling=SAMPLING, **{form: given[form]})])  # type: ignore[arg-type]
+    [result] = decoder.run([Request(id="a", seed=1, sampling=SAMPLING, **{form: sources[form]})])  # type: ignore[arg-type]
     assert isinstance(result.error, PromptTooLongError)
     assert str(result.error) == (
         "prompt has 200000 tokens or more and max_new_tokens is 4, but the target has 9 positions"
@@ -100,9 +100,9 @@ def test_a_text_that_is_far_too_long_is_refused_before_it_is_tokenized(form: str
 @pytest.mark.parametrize("form", ["prompt", "messages"])
 def test_without_a_bound_of_the_tokenizer_a_text_of_too_many_bytes_is_refused(form: str) -> None:
     text = "3 " * 300_000
-    given = {"prompt": text, "messages": ({"role": "user", "content": text},)}
+    sources = {"prompt": text, "messages": ({"role": "user", "content": text},)}
     codec = CountingCodec(VOCABULARY, bounded=False)
-    [result] = engine(9, codec, on_too_long="error").run([Request(sampling=SAMPLING, **{form: given[form]})])  # type: ignore[arg-type]
+    [result] = engine(9, codec, on_too_long="error").run([Request(sampling=SAMPLING, **{form: sources[form]})])  # type: ignore[arg-type]
     assert isinstance(result.error, PromptTooLongError)
     assert str(result.error) == (
         "prompt has 600000 bytes, more than 3 for each token that fits: the target has 9 positions"
@@ -114,9 +114,9 @@ def test_without_a_bound_of_the_tokenizer_a_text_of_too_many_bytes_is_refused(fo
 @pytest.mark.parametrize("form", ["prompt", "messages"])
 def test_where_the_left_is_cut_only_the_end_of_a_text_is_tokenized(form: str, bounded: bool) -> None:
     text = "9 " * 300_000 + "3 4 5 6 7"
-    given = {"prompt": text, "messages": ({"role": "user", "content": text},)}
+    sources = {"prompt": text, "messages": ({"role": "user", "content": text},)}
     codec = CountingCodec(VOCABULARY, bounded=bounded)
-    request = Request(sampling=SAMPLING, **{form: given[form]})  # type: ignore[arg-type]
+    request = Request(sampling=SAMPLING, **{form: sources[form]})  # type: ignore[arg-type]
     ids, dropped = engine(9, codec, on_too_long="truncate-left")._encoder.encode(request)
     assert ids == [3, 4, 5, 6, 7]
     longest = BEGINNING if form == "messages" else 9 * 3  # the first letters tell which token begins every text
@@ -136,11 +136,11 @@ def test_a_stopped_run_hands_out_what_is_done_and_ends() -> None:
     asked = []
 
     def source():  # type: ignore[no-untyped-def]
-        for place in range(100):
-            asked.append(place)
-            if place == 3:
+        for index in range(100):
+            asked.append(index)
+            if index == 3:
                 decoder.stop()
-            yield Request(id=str(place), seed=place, prompt="3 4", sampling=SAMPLING)
+            yield Request(id=str(index), seed=index, prompt="3 4", sampling=SAMPLING)
 
     done = [result.request.id for result in decoder.run(source())]
     assert done == ["0", "1", "2"]

@@ -36,11 +36,11 @@ def test_the_phases_in_turn_are_a_step(rule: str) -> None:
     assert iteration.logits.shape == (state.rows, made.shape.nodes, VOCABULARY)
     iteration.verify()
     now = [getattr(state.beams, name) for name in ("token", "valid", "length", "history", "ancestors")]
-    assert all(one is other for one, other in zip(before, now, strict=True))
+    assert all(tensor is other for tensor, other in zip(before, now, strict=True))
     iteration.commit()
-    found = read_report(iteration.report.counters, iteration.report.draft_calls)
+    report = read_report(iteration.report.counters, iteration.report.draft_calls)
     other = copy.deepcopy(made.state)
-    assert made.stepper().step(other, made.shape) == found
+    assert made.stepper().step(other, made.shape) == report
     assert shapes(other) == shapes(state)
     assert torch.equal(other.beams.token, state.beams.token)
     assert torch.equal(other.table.used, state.table.used)

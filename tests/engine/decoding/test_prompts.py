@@ -89,8 +89,8 @@ def test_a_chat_continues_its_prefix_as_a_last_message(kind: str) -> None:
     chat = engine_of(kind).codec.render_chat([USER], ChatConfig())
     begun = answered(kind, Request(messages=[USER], sampling=sampling(prefix="fox ju")))
     plain = answered(kind, Request(f"{chat}fox ju", sampling=sampling(add_special_tokens=False)))
-    assert [one.token_ids for one in begun.hypotheses] == [one.token_ids for one in plain.hypotheses]
-    assert all(one.text.startswith("fox ju") for one in begun.hypotheses)
+    assert [beam.token_ids for beam in begun.hypotheses] == [beam.token_ids for beam in plain.hypotheses]
+    assert all(beam.text.startswith("fox ju") for beam in begun.hypotheses)
     assert begun.prompt_tokens == plain.prompt_tokens
 
 
@@ -101,8 +101,8 @@ def test_a_prefix_stands_behind_ids_as_ids(kind: str) -> None:
     [prefix] = codec.encode_pieces([" brown"])
     got = answered(kind, Request(prompt_ids=ids, sampling=sampling(prefix=" brown")))
     want = answered(kind, Request(prompt_ids=[*ids, *prefix], sampling=sampling()))
-    assert [one.token_ids for one in got.hypotheses] == [one.token_ids for one in want.hypotheses]
-    assert all(one.text.startswith(" brown") for one in got.hypotheses)
+    assert [beam.token_ids for beam in got.hypotheses] == [beam.token_ids for beam in want.hypotheses]
+    assert all(beam.text.startswith(" brown") for beam in got.hypotheses)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -202,8 +202,8 @@ def test_the_last_tokens_of_a_prompt_are_kept(kind: str, bos: bool) -> None:
         assert (len(ids), dropped) == (kept, len(whole) - kept)
     for more in (len(whole), 10**6, -1):
         assert encoded(made, TEXTS[0], truncate_prompt_tokens=more) == (whole, 0)
-    given = tuple(whole[bos:])
-    assert encoded(made, prompt_ids=given, truncate_prompt_tokens=2) == ([*given[-2:]], len(given) - 2)
+    text_ids = tuple(whole[bos:])
+    assert encoded(made, prompt_ids=text_ids, truncate_prompt_tokens=2) == ([*text_ids[-2:]], len(text_ids) - 2)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -266,11 +266,11 @@ def sources() -> Engine:
 
 def source_of(text: str | None = None, *, on_too_long: OnTooLong = "error", **more: Any) -> tuple[list[int], int]:
     """The ids that the encoder reads, and how many were dropped."""
-    given = {name: more.pop(name) for name in ("messages", "prompt_ids", "image") if name in more}
+    fields = {name: more.pop(name) for name in ("messages", "prompt_ids", "image") if name in more}
     made = sources()._encoder
     made.on_too_long = on_too_long
     asked = SamplingConfig(**{"max_new_tokens": 4, **more})
-    job = made.job(0, Request(text, **given, id="a", seed=1, sampling=asked))
+    job = made.job(0, Request(text, **fields, id="a", seed=1, sampling=asked))
     assert job.encoder_input is not None
     return job.encoder_input.tolist(), job.truncated
 
@@ -286,7 +286,7 @@ def test_sources_have_special_tokens_unless_the_row_says_otherwise() -> None:
 
 def test_sources_are_truncated() -> None:
     """Behind the token that begins every source; -1 keeps what the encoder takes."""
-    words = " ".join(f"w{place}" for place in range(5, 90))
+    words = " ".join(f"w{number}" for number in range(5, 90))
     assert source_of("w5 w6 w7 w8", truncate_prompt_tokens=4) == ([1, 7, 8, 2], 2)
     assert source_of(prompt_ids=(5, 6, 7, 8), truncate_prompt_tokens=3) == ([6, 7, 8], 1)
     whole = [1, *range(5, 90), 2]

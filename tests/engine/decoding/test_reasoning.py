@@ -86,9 +86,9 @@ METHODS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("method", METHODS, ids=lambda one: "-".join(map(str, one.values())))
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: "-".join(map(str, method.values())))
 def test_split_changes_the_text_alone(method: dict[str, Any]) -> None:
-    found = defaultdict(int)
+    counts = defaultdict(int)
     texts = list(make(**method).run(rows(reasoning="keep")))
     for mode in ("split", "drop"):
         for whole, told in zip(texts, make(**method).run(rows(reasoning=mode)), strict=True):
@@ -97,21 +97,21 @@ def test_split_changes_the_text_alone(method: dict[str, Any]) -> None:
                 expected = replace(kept, text=text, reasoning=reasoning if mode == "split" else None)
                 assert replace(beam, reasoning_tokens=0) == expected
                 assert 0 < beam.reasoning_tokens <= len(beam.token_ids) if reasoning else beam.reasoning_tokens >= 0
-                found["cut" if reasoning and not text else "both" if reasoning else "none"] += 1
-    assert min(found.values()) > 8, found
-    assert len(found) == 3
+                counts["cut" if reasoning and not text else "both" if reasoning else "none"] += 1
+    assert min(counts.values()) > 8, counts
+    assert len(counts) == 3
 
 
 def plain_stop(written: str, opens: bool, stop: str) -> str | None:
     """Oracle: the text up to the stop string in the answer; None where there is none."""
     lead = written.lstrip()
     if not opens and not lead.startswith("<think>"):
-        place = written.find(stop)
-        return None if place < 0 else written[:place]
+        position = written.find(stop)
+        return None if position < 0 else written[:position]
     _, mark, answer = written.partition("</think>")
     answer = answer.lstrip()
-    place = answer.find(stop) if mark else -1
-    return None if place < 0 else written[: len(written) - len(answer) + place]
+    position = answer.find(stop) if mark else -1
+    return None if position < 0 else written[: len(written) - len(answer) + position]
 
 
 @pytest.mark.parametrize("method", [METHODS[0], METHODS[2]], ids=["coupled", "search"])
@@ -150,7 +150,7 @@ def test_the_pieces_joined_are_the_answer(sampling: dict[str, Any]) -> None:
 def test_rows_do_not_change_each_other() -> None:
     """One row is told apart, its neighbour is kept, a third has a stop string."""
     modes: list[dict[str, Any]] = [{}, {"reasoning": "keep"}, {"stop": "a"}, {"stop": "a", "reasoning": "keep"}]
-    mixed = [replace(one, sampling=replace(one.sampling, **modes[i % 4])) for i, one in enumerate(rows())]
+    mixed = [replace(row, sampling=replace(row.sampling, **modes[i % 4])) for i, row in enumerate(rows())]
     alone = make(batch_size=1, depth=0)
     for request, result in zip(mixed, make().run(mixed), strict=True):
         [expected] = alone.run([request])
@@ -161,8 +161,8 @@ def forced(tokens: list[int], prompt: tuple[int, ...] = (0, 0), vocabulary: int 
     """An engine that writes these tokens, which must differ from each other in the two tokens before."""
     table = torch.zeros(vocabulary, vocabulary, vocabulary)
     path = [*prompt, *tokens, EOS]
-    for place in range(len(prompt), len(path)):
-        table[path[place - 2], path[place - 1], path[place]] = 30.0
+    for position in range(len(prompt), len(path)):
+        table[path[position - 2], path[position - 1], path[position]] = 30.0
     return Engine(TableLM(table), None, ThinkingCodec(vocabulary, (EOS,)), MethodConfig(num_beams=1), batch_size=1)
 
 
@@ -226,7 +226,7 @@ def test_a_target_without_marks_refuses_what_would_do_nothing() -> None:
 def test_a_grammar_leaves_no_reasoning_and_says_so_once() -> None:
     engine, told = make(), list[str]()
     engine.tell = told.append
-    asked = [replace(one, grammar=Grammar.regex("[abc]{2}(</think>)?")) for one in rows(9)]
+    asked = [replace(row, grammar=Grammar.regex("[abc]{2}(</think>)?")) for row in rows(9)]
     for result in engine.run(asked):
         assert result.hypotheses[0].reasoning is None
         assert result.hypotheses[0].valid
@@ -267,7 +267,7 @@ def call_rows(choice: str, count: int = 6, **sampling: Any) -> list[Request]:
 
 
 @pytest.mark.parametrize("choice", ["required", "add", "now"])
-@pytest.mark.parametrize("method", METHODS, ids=lambda one: "-".join(map(str, one.values())))
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: "-".join(map(str, method.values())))
 def test_a_demanded_call_is_exact_in_every_beam(choice: str, method: dict[str, Any]) -> None:
     names = set()
     for result in caller(**method).run(call_rows(choice)):
@@ -291,7 +291,7 @@ def test_the_demand_does_not_depend_on_the_draft() -> None:
 
 def test_a_request_is_handed_back_as_it_came() -> None:
     """Whoever hands requests in finds them again by their identity."""
-    [request] = [replace(one, seed=1) for one in call_rows("required", 1)]
+    [request] = [replace(row, seed=1) for row in call_rows("required", 1)]
     [result] = caller().run([request])
     assert result.request is request
 
@@ -320,7 +320,7 @@ def test_calls_are_read_where_the_request_has_tools() -> None:
 
 def test_a_stream_with_tools_ends_with_its_text() -> None:
     """Nothing is streamed that may turn out to be a call."""
-    asked = [replace(one, sampling=SamplingConfig(max_new_tokens=9)) for one in call_rows("auto")]
+    asked = [replace(row, sampling=SamplingConfig(max_new_tokens=9)) for row in call_rows("auto")]
     for piece in caller().stream(asked):
         assert piece.result is not None
         assert piece.text == piece.result.text

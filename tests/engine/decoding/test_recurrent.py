@@ -22,7 +22,7 @@ from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.models.recurrent.states import RecurrentCache
 from dsbd_cli.models.transformers_backend.causal import CausalForestModel
 from dsbd_cli.requests import Request
-from tests.engine.decoding.test_transformers import found, prompts
+from tests.engine.decoding.test_transformers import decoded, prompts
 from tests.helpers.tiny import RECURRENT, V, build
 from tests.helpers.toys import NumberCodec
 from tests.helpers.worlds import RandomPlanner
@@ -95,7 +95,7 @@ def test_search_is_transformers_beam_search(family: str, by_kernel: bool, monkey
     want = expected(family, batch)
     target, draft = CausalForestModel(model(family), family), CausalForestModel(model(family, 0.02), family)
     for small, rows, count in ((None, 4, 6), (draft, 3, 6), (None, 1, 2)):
-        assert found(engine(target, small, batch=rows), batch[:count], BEAMS, 1.0, False, NEW) == want[:count]
+        assert decoded(engine(target, small, batch=rows), batch[:count], BEAMS, 1.0, False, NEW) == want[:count]
 
 
 @pytest.mark.parametrize("pair", [("mamba2", "llama"), ("llama", "mamba2"), ("qwen3.5", "lfm2"), ("mamba", "mamba2")])
@@ -103,10 +103,10 @@ def test_coupled_text_does_not_depend_on_the_draft(pair: tuple[str, str]) -> Non
     """A recurrent target with a draft of attention, and the other way round."""
     target, draft = (CausalForestModel(model(name), name) for name in pair)
     batch = prompts(4, seed=3)
-    want = found(engine(target, None, rule="coupled", batch=1), batch, BEAMS, 1.0, False, NEW)
+    want = decoded(engine(target, None, rule="coupled", batch=1), batch, BEAMS, 1.0, False, NEW)
     for depth, rows in ((3, 3), (1, 2)):
         made = engine(target, draft, rule="coupled", depth=depth, batch=rows)
-        assert found(made, batch, BEAMS, 1.0, False, NEW) == want
+        assert decoded(made, batch, BEAMS, 1.0, False, NEW) == want
 
 
 class Resting:
@@ -163,7 +163,7 @@ def test_a_draft_has_run_what_is_above_a_layer_that_was_given_up(family: str, mo
     made.log_steps = True
     made._planner = planner = RandomPlanner(4, 3, 8)
     choose = planner.choose
-    monkeypatch.setattr(planner, "choose", lambda *given: choose(*given)._replace(drafts_per_layer=8))
+    monkeypatch.setattr(planner, "choose", lambda *arguments: choose(*arguments)._replace(drafts_per_layer=8))
     sampling = SamplingConfig(max_new_tokens=100, n_best=1, temperature=0.3)
     texts = [tuple(ids) for ids in prompts(2, 1)]
     requests = [Request(id=str(i), seed=i, prompt_ids=ids, sampling=sampling) for i, ids in enumerate(texts)]
@@ -214,8 +214,8 @@ def test_a_draft_that_rested_reads_a_prompt_into_states_that_begin_anew(family: 
         last = torch.tensor([[prompt[-1]]])
         seen = (positions <= 21)[:, None]
         logits.append(draft.forward(ForestInput(last, torch.tensor([[21]]), torch.tensor([[21]]), seen, positions)))
-    fresh, found = logits
+    fresh, resumed = logits
     assert fresh is not None
-    assert found is not None
-    assert torch.equal(found, fresh)
+    assert resumed is not None
+    assert torch.equal(resumed, fresh)
     caches.release()

@@ -46,8 +46,8 @@ def test_a_draft_narrower_than_its_target() -> None:
     decoder = Engine(target, draft, NumberCodec(97, (2,)), MethodConfig(depth=4))
     plain = Engine(target, None, NumberCodec(97, (2,)), MethodConfig(depth=0))
     rows = [Request(id="a", seed=1, prompt_ids=(96, 5, 90), sampling=SamplingConfig(max_new_tokens=12))]
-    found = [result.hypotheses[0].token_ids for result in decoder.run(rows)]
-    assert found == [result.hypotheses[0].token_ids for result in plain.run(rows)]
+    texts = [result.hypotheses[0].token_ids for result in decoder.run(rows)]
+    assert texts == [result.hypotheses[0].token_ids for result in plain.run(rows)]
 
 
 def test_half_a_surrogate_pair_costs_its_row_alone() -> None:
@@ -82,7 +82,9 @@ def test_numbers_out_of_bounds_are_refused_before_a_tensor_meets_them() -> None:
 def test_an_ngram_longer_than_the_text_takes_no_time_and_bans_nothing() -> None:
     """The rule looks back once for each length of an n-gram."""
     sampling = SamplingConfig(max_new_tokens=4, token_rules=f"no_repeat_ngram_size={MOST_NGRAM}")
-    rows = [Request(prompt_ids=(1, 2, 1, 2), sampling=one) for one in (sampling, SamplingConfig(max_new_tokens=4))]
+    rows = [
+        Request(prompt_ids=(1, 2, 1, 2), sampling=settings) for settings in (sampling, SamplingConfig(max_new_tokens=4))
+    ]
     first, second = engine(rule="search").run(rows)
     assert first.hypotheses[0].token_ids == second.hypotheses[0].token_ids
 
@@ -174,16 +176,16 @@ def test_nan_at_a_draft_that_no_beam_reaches_changes_nothing(rule: str, kernels:
     for token in range(VOCABULARY):
         broken = target.table.clone()
         broken[:, token] = torch.nan  # whatever follows this token
-        found = []
+        answers = []
         for depth in (0, 1, 3):
             config = MethodConfig(rule=rule, num_beams=2, depth=depth, drafts_per_layer=8)
             decoder = Engine(TableLM(broken), draft if depth else None, NumberCodec(VOCABULARY, (2,)), config)
             if not kernels:
                 decoder.stepper.ops = Ops()
             (result,) = decoder.run([request])
-            found.append(str(result.error) if result.error else [one.token_ids for one in result.hypotheses])
-        assert found[0] == found[1] == found[2]
-        outcomes.add(isinstance(found[0], str))
+            answers.append(str(result.error) if result.error else [beam.token_ids for beam in result.hypotheses])
+        assert answers[0] == answers[1] == answers[2]
+        outcomes.add(isinstance(answers[0], str))
     assert outcomes == {True, False}
 
 

@@ -24,7 +24,7 @@ def engine() -> Engine:
 
 
 def answers(some: Engine) -> list[tuple[tuple[int, ...], ...]]:
-    return [tuple(one.token_ids for one in result.hypotheses) for result in some.generate(REQUESTS)]
+    return [tuple(beam.token_ids for beam in result.hypotheses) for result in some.generate(REQUESTS)]
 
 
 def test_all_that_is_not_named_stays() -> None:

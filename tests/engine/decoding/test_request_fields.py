@@ -70,11 +70,11 @@ Results = Sequence[RequestResult]
 
 
 def texts(results: Results) -> list[str]:
-    return [one.text for result in results for one in result.hypotheses]
+    return [beam.text for result in results for beam in result.hypotheses]
 
 
 def ids(results: Results) -> list[tuple[int, ...]]:
-    return [one.token_ids for result in results for one in result.hypotheses]
+    return [beam.token_ids for result in results for beam in result.hypotheses]
 
 
 def differ(results: Results, plain: Results) -> bool:
@@ -87,7 +87,7 @@ def rule_acts(name: str) -> Callable[[Results, Results], bool]:
 
 def without(token: int) -> Callable[[Results, Results], bool]:
     return lambda results, plain: (
-        any(token in one for one in ids(plain)) and not any(token in one for one in ids(results))
+        any(token in text for text in ids(plain)) and not any(token in text for text in ids(results))
     )
 
 
@@ -105,14 +105,14 @@ def told(*, whole: bool) -> Callable[[Results, Results], bool]:
     is dropped."""
 
     def check(results: Results, plain: Results) -> bool:
-        split = [one for result in plain for one in result.hypotheses]
-        texts_of = [(one.reasoning or "" if whole else "") for one in split]
-        kept = [one for result in results for one in result.hypotheses]
+        split = [beam for result in plain for beam in result.hypotheses]
+        texts_of = [(beam.reasoning or "" if whole else "") for beam in split]
+        kept = [beam for result in results for beam in result.hypotheses]
         return (
-            any(one.reasoning for one in split)
-            and not any(one.text for one in split)
-            and [one.text.strip() for one in kept] == texts_of  # blanks around reasoning are no part of it
-            and not any(one.reasoning for one in kept)
+            any(beam.reasoning for beam in split)
+            and not any(beam.text for beam in split)
+            and [beam.text.strip() for beam in kept] == texts_of  # blanks around reasoning are no part of it
+            and not any(beam.reasoning for beam in kept)
         )
 
     return check
@@ -138,8 +138,8 @@ TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"ty
 @cache
 def often() -> int:
     """A token that plain answers often have, not as their first one."""
-    found = [token for one in ids(answers(json.dumps({"prompt": "ab"}))) for token in one[1:]]
-    return max(set(found), key=found.count)
+    tokens = [token for text in ids(answers(json.dumps({"prompt": "ab"}))) for token in text[1:]]
+    return max(set(tokens), key=tokens.count)
 
 
 def spelled(token: int) -> str:
@@ -148,7 +148,7 @@ def spelled(token: int) -> str:
 
 def effects() -> dict[str, Effect]:
     token = often()
-    [first] = {one[0] for one in ids(answers(json.dumps({"prompt": "ab", "temperature": 0, "n_best": 1})))}
+    [first] = {text[0] for text in ids(answers(json.dumps({"prompt": "ab", "temperature": 0, "n_best": 1})))}
     a, b = (byte_level().token_to_id(letter) for letter in "ab")
     return {
         "prompt": Effect("xyz", differ),
@@ -168,7 +168,7 @@ def effects() -> dict[str, Effect]:
             lambda results, plain: results[0].prompt_tokens == 3 and results[0].truncated_tokens > 0,
             {"prompt": "a b c d e f g"},
         ),
-        "max_new_tokens": Effect(3, lambda results, plain: {len(one) for one in ids(results)} == {3}),
+        "max_new_tokens": Effect(3, lambda results, plain: {len(text) for text in ids(results)} == {3}),
         "min_new_tokens": Effect(
             6,
             lambda results, plain: min(map(len, ids(results))) >= 6 > min(map(len, ids(plain))),
@@ -192,18 +192,20 @@ def effects() -> dict[str, Effect]:
         ),
         "stop_token_ids": Effect(
             [token],
-            lambda results, plain: differ(results, plain) and not any(token in one[:-1] for one in ids(results)),
+            lambda results, plain: differ(results, plain) and not any(token in text[:-1] for text in ids(results)),
         ),
         "eos_token_id": Effect(
             token,
             lambda results, plain: (
-                any(END in one[:-1] for one in ids(results)) and not any(token in one[:-1] for one in ids(results))
+                any(END in text[:-1] for text in ids(results)) and not any(token in text[:-1] for text in ids(results))
             ),
             ENDING,
         ),
         "ignore_eos": Effect(
             True,
-            lambda results, plain: {len(one) for one in ids(results)} == {LENGTH} != {len(one) for one in ids(plain)},
+            lambda results, plain: (
+                {len(text) for text in ids(results)} == {LENGTH} != {len(text) for text in ids(plain)}
+            ),
             ENDING,
         ),
         "skip_special_tokens": Effect(
@@ -219,7 +221,7 @@ def effects() -> dict[str, Effect]:
         "n_best": Effect(2, lambda results, plain: {len(result.hypotheses) for result in results} == {2}),
         "num_beams": Effect(2, differ, {"n_best": 2}),
         "length_penalty": Effect(
-            0.0, lambda results, plain: all(one.score == one.logprob for one in results[0].hypotheses)
+            0.0, lambda results, plain: all(beam.score == beam.logprob for beam in results[0].hypotheses)
         ),
         "early_stopping": Effect(True, differ, {**ENDING, "length_penalty": 3.0}),
         "repetition_penalty": Effect(5.0, rule_acts("repetition_penalty")),
@@ -227,7 +229,7 @@ def effects() -> dict[str, Effect]:
         "frequency_penalty": Effect(2.0, rule_acts("frequency_penalty")),
         "no_repeat_ngram_size": Effect(
             1,
-            lambda results, plain: all(len(set(one)) == len(one) for one in ids(results)),
+            lambda results, plain: all(len(set(text)) == len(text) for text in ids(results)),
             {"allowed_token_ids": [*range(20, 40)]},
         ),
         "logit_bias": Effect({str(token): -100}, without(token)),
@@ -242,16 +244,16 @@ def effects() -> dict[str, Effect]:
         "begin_suppress_tokens": Effect(
             [first],
             lambda results, plain: (
-                {one[0] for one in ids(plain)} == {first} and first not in {one[0] for one in ids(results)}
+                {text[0] for text in ids(plain)} == {first} and first not in {text[0] for text in ids(results)}
             ),
             {"temperature": 0, "n_best": 1},
         ),
         "forced_bos_token_id": Effect(
             a,
-            lambda results, plain: {one[0] for one in ids(results)} == {a},
+            lambda results, plain: {text[0] for text in ids(results)} == {a},
             {"prompt": "a", "add_special_tokens": False},
         ),
-        "forced_eos_token_id": Effect(END, lambda results, plain: {one[-1] for one in ids(results)} == {END}),
+        "forced_eos_token_id": Effect(END, lambda results, plain: {text[-1] for text in ids(results)} == {END}),
         "renormalize_logits": Effect(
             True,
             lambda results, plain: results[0].hypotheses[0].logprob != plain[0].hypotheses[0].logprob,
@@ -303,7 +305,7 @@ def effects() -> dict[str, Effect]:
 
 # Of these a row says nothing about its text.
 APART = {"id", "metadata", "parallel_tool_calls", *AGREEING_FIELDS}
-FIELDS = sorted({one.name for one in NAMED.values()} - APART)
+FIELDS = sorted({field.name for field in NAMED.values()} - APART)
 
 
 def test_every_field_has_an_effect_here() -> None:

@@ -67,8 +67,8 @@ def mixed_rows(count: int, seed: int, *, samples: bool = True, **more: Any) -> l
 
 def facts(result: RequestResult) -> list[object]:
     return [
-        (one.token_ids, one.logprob.hex(), one.score.hex(), one.finish_reason, one.text, one.tokens, one.valid)
-        for one in result.hypotheses
+        (beam.token_ids, beam.logprob.hex(), beam.score.hex(), beam.finish_reason, beam.text, beam.tokens, beam.valid)
+        for beam in result.hypotheses
     ]
 
 
@@ -119,7 +119,7 @@ def test_any_drafter_and_scope_serves_rows_of_any_width(method: dict[str, Any]) 
 
 
 def test_greedy_rows_of_other_widths() -> None:
-    rows = [replace(one, sampling=replace(one.sampling, temperature=0.0)) for one in mixed_rows(30, seed=6)]
+    rows = [replace(row, sampling=replace(row.sampling, temperature=0.0)) for row in mixed_rows(30, seed=6)]
     for request, result in zip(rows, engine(batch_size=9).run(rows), strict=True):
         assert facts(result) == alone(request, "coupled")
 
@@ -138,13 +138,13 @@ def test_grammars_sort_the_hypotheses_of_a_rows_own_width() -> None:
     """A valid text beyond a row's width is none of its hypotheses."""
     grammar = Grammar.regex(r"(3 |4 |1 ){1,5}(8 9 )")
     rows = [
-        replace(one, grammar=grammar, sampling=replace(one.sampling, stop=(), stop_token_ids=(4,)))
-        for one in mixed_rows(20, seed=8)
+        replace(row, grammar=grammar, sampling=replace(row.sampling, stop=(), stop_token_ids=(4,)))
+        for row in mixed_rows(20, seed=8)
     ]
     valid = Counter[bool | None]()
     for request, result in zip(rows, engine(batch_size=6).run(rows), strict=True):
         assert facts(result) == alone(request, "coupled")
-        valid.update(one.valid for one in result.hypotheses)
+        valid.update(beam.valid for beam in result.hypotheses)
     assert min(valid[True], valid[False]) > 0
 
 
@@ -178,7 +178,7 @@ def test_the_law_of_a_narrow_row_is_that_of_its_width(rule: str) -> None:
     )
     counts = [Counter[tuple[tuple[int, ...], ...]](), Counter[tuple[tuple[int, ...], ...]]()]
     for result in decoder.run(rows):
-        counts[int(result.request.id) % 2][tuple(one.token_ids for one in result.hypotheses)] += 1
+        counts[int(result.request.id) % 2][tuple(beam.token_ids for beam in result.hypotheses)] += 1
     narrow, wide = exact_distribution(7, 3, ENDING), exact_distribution(7, 3, replace(ENDING, width=3))
     assert excess(counts[0], narrow) < 1
     assert excess(counts[1], wide) < 1
@@ -219,14 +219,14 @@ finished_right = finished._best_of_row
 def test_wrong_widths_are_found(mutant: tuple[Any, str, Callable[..., Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     rows = mixed_rows(60, seed=11, samples=False)
 
-    def found() -> list[list[object]]:
+    def search() -> list[list[object]]:
         decoder = engine("search", batch_size=20)
         decoder.stepper.ops = decoder.stepper.ops.without("draft", "verify", "commit")
         return [facts(result) for result in decoder.run(rows)]
 
-    right = found()
+    right = search()
     monkeypatch.setattr(*mutant)
-    assert found() != right
+    assert search() != right
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
@@ -245,7 +245,7 @@ def test_rows_of_other_widths_are_those_of_transformers(family: str) -> None:
     ]
     for ids, beams, result in zip(batch, widths, decoder.run(rows), strict=True):
         want = expected(model(family), [ids], beams, eos, 1.0, False, 10)
-        assert [list(one.token_ids) for one in result.hypotheses] == want[0]
+        assert [list(beam.token_ids) for beam in result.hypotheses] == want[0]
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

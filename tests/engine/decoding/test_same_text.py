@@ -84,10 +84,10 @@ CASES = [
 @pytest.mark.parametrize("drafted", [False, True])
 def test_coupled_equals_the_plain_decoder(settings: Settings, drafted: bool) -> None:
     results = run(settings, "coupled", 24, drafted=drafted)
-    for i, found in enumerate(texts(results)):
+    for i, tokens in enumerate(texts(results)):
         rows = table_rows(1, VOCABULARY, (i % 5, i % 7))
         expected = decode(rows, settings, coupled(lambda path, token, i=i: path_noise(i, path, token), settings))
-        assert found == [text.tokens for text in expected]
+        assert tokens == [text.tokens for text in expected]
         for hypothesis, text in zip(results[i].hypotheses, expected, strict=True):
             assert hypothesis.logprob == pytest.approx(text.logprob, abs=1e-4)
             assert hypothesis.score == pytest.approx(text.score, abs=1e-4)
@@ -97,8 +97,8 @@ def test_coupled_equals_the_plain_decoder(settings: Settings, drafted: bool) -> 
 @pytest.mark.parametrize("settings", CASES[:3], ids=["one-beam", "three-beams", "early"])
 @pytest.mark.parametrize("drafted", [False, True])
 def test_search_equals_the_plain_decoder(settings: Settings, drafted: bool) -> None:
-    for i, found in enumerate(texts(run(settings, "search", 40, drafted=drafted))):
-        assert found == [text.tokens for text in decode(table_rows(1, VOCABULARY, (i % 5, i % 7)), settings)]
+    for i, tokens in enumerate(texts(run(settings, "search", 40, drafted=drafted))):
+        assert tokens == [text.tokens for text in decode(table_rows(1, VOCABULARY, (i % 5, i % 7)), settings)]
 
 
 @pytest.mark.parametrize("rule", ["coupled", "search"])
@@ -106,9 +106,9 @@ def test_text_does_not_depend_on_the_draft_or_the_batch(rule: str) -> None:
     settings = Settings(width=3, max_new=12, ends=(2,))
     plain = texts(run(settings, rule, 20, batch_size=1, drafted=False))
     for drafts, depth, batch, noise in ((4, 1, 20, 0.2), (8, 5, 7, 0.5), (12, 2, 3, 3.0), (3, 9, 1, 0.0)):
-        found = run(settings, rule, 20, batch, noise=noise, drafts_per_layer=drafts, depth=depth)
-        assert texts(found) == plain
-        assert sum(result.stats.accepted for result in found) > 0
+        results = run(settings, rule, 20, batch, noise=noise, drafts_per_layer=drafts, depth=depth)
+        assert texts(results) == plain
+        assert sum(result.stats.accepted for result in results) > 0
 
 
 def test_a_good_draft_saves_target_calls() -> None:

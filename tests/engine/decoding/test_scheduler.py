@@ -76,9 +76,9 @@ def test_results_of_requests_that_fail_go_out_before_all_are_read() -> None:
 
     for ordered in (True, False):
         read.clear()
-        for place, _ in enumerate(made.run(requests(), ordered=ordered)):
-            assert len(read) < place + 1000
-        assert place + 1 == 3000
+        for index, _ in enumerate(made.run(requests(), ordered=ordered)):
+            assert len(read) < index + 1000
+        assert index + 1 == 3000
 
 
 def test_requests_that_fail_first_do_not_decide_how_many_rows_fit() -> None:

@@ -106,9 +106,9 @@ def test_the_pieces_joined_are_the_best_text(method: dict[str, Any], codec: type
     # rows without stop strings run apart, because one with them changes the code of all; the others share their batches
     for ends in (ENDS[:1], ENDS[1:]):
         asked = [
-            replace(request, id=f"{seed} {place}", seed=derive_seed(seed, str(place)))
+            replace(request, id=f"{seed} {index}", seed=derive_seed(seed, str(index)))
             for seed, end in enumerate(ends)
-            for place, request in enumerate(requests(**{**end, "n_best": min(end.get("n_best", 1), most)}))
+            for index, request in enumerate(requests(**{**end, "n_best": min(end.get("n_best", 1), most)}))
         ]
         words = codec(VOCABULARY, (2,))
         plain = list(make(words, batch_size=len(asked), **method).run(asked))
@@ -116,9 +116,9 @@ def test_the_pieces_joined_are_the_best_text(method: dict[str, Any], codec: type
         results = {piece.request.id: piece.result for piece in pieces if piece.result is not None}
         assert len(results) == len(plain) == 12 * len(ends)
         for expected in plain:
-            found = results[expected.request.id]
-            assert found is not None
-            assert found.hypotheses == expected.hypotheses
+            result = results[expected.request.id]
+            assert result is not None
+            assert result.hypotheses == expected.hypotheses
         assert joined(pieces) == {result.request.id: result.text for result in plain}
         # a piece without a result is never empty, and nothing follows a result
         done = set[str]()

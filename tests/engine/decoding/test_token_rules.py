@@ -99,7 +99,7 @@ def run(settings: Settings, rule: str, rows: list[Request], size: int = 8, **met
 
 def said(results: list[RequestResult]) -> list[list[tuple[tuple[int, ...], float]]]:
     """Tokens and log-probabilities, to the bit."""
-    return [[(one.token_ids, one.logprob) for one in result.hypotheses] for result in results]
+    return [[(beam.token_ids, beam.logprob) for beam in result.hypotheses] for result in results]
 
 
 @pytest.mark.parametrize("depth", [0, 3])
@@ -114,9 +114,9 @@ def test_rules_are_those_of_the_plain_decoder(settings: Settings, rule: str, dep
         seed = request.seed
         step = coupled(lambda path, token, seed=seed: path_noise(seed, path, token), settings)
         want = decode(table, settings, step if rule == "coupled" else None)
-        assert [one.token_ids for one in result.hypotheses] == [text.tokens for text in want], rules.acting
-        for one, text in zip(result.hypotheses, want, strict=True):
-            assert one.logprob == pytest.approx(text.logprob, abs=1e-4)
+        assert [beam.token_ids for beam in result.hypotheses] == [text.tokens for text in want], rules.acting
+        for beam, text in zip(result.hypotheses, want, strict=True):
+            assert beam.logprob == pytest.approx(text.logprob, abs=1e-4)
         assert result.token_rules == rules.acting
 
 
@@ -124,7 +124,7 @@ def test_rules_are_those_of_the_plain_decoder(settings: Settings, rule: str, dep
 @pytest.mark.parametrize("settings", [SINGLE, WIDE], ids=["one beam", "three beams"])
 def test_a_row_depends_on_no_draft_and_no_neighbour(settings: Settings, rule: str) -> None:
     rows = requests(settings, 36)
-    alone = [one for row in rows for one in said(run(settings, rule, [row], 1, depth=0))]
+    alone = [answer for row in rows for answer in said(run(settings, rule, [row], 1, depth=0))]
     for size, method in (
         (36, {"depth": 0}),
         (7, {"depth": 4, "drafts_per_layer": 5}),
@@ -133,7 +133,7 @@ def test_a_row_depends_on_no_draft_and_no_neighbour(settings: Settings, rule: st
     ):
         results = run(settings, rule, rows, size, **method)
         assert said(results) == alone
-    assert len({str(one) for one in alone[:: len(RULES)]}) > 1
+    assert len({str(answer) for answer in alone[:: len(RULES)]}) > 1
 
 
 @pytest.mark.parametrize("settings", [SINGLE, WIDE], ids=["one beam", "three beams"])
@@ -166,7 +166,7 @@ def test_the_distribution_of_rejection(name: str, width: int) -> None:
     method = MethodConfig(rule="rejection", num_beams=width, depth=2, drafts_per_layer=3, width="fixed")
     engine = Engine(target, draft, NumberCodec(vocabulary, (2,)), method, batch_size=2000)
     stream = (Request(id=str(i), seed=i, prompt_ids=(0, 1), sampling=sampling) for i in range(4000))
-    counts = Counter(tuple(one.token_ids for one in result.hypotheses) for result in engine.run(stream))
+    counts = Counter(tuple(beam.token_ids for beam in result.hypotheses) for result in engine.run(stream))
     rules = sampling.rules(TokenRules(), "none")
     right = results_distribution(table_rows(7, vocabulary, (0, 1), rules, settings), settings)
     plain = results_distribution(table_rows(7, vocabulary, (0, 1), TokenRules(), settings), settings)
@@ -198,8 +198,8 @@ def test_samples_have_vllms_log_probabilities(name: str) -> None:
         assert request.prompt_ids is not None
         best = result.hypotheses[0]
         assert best.tokens is not None
-        for place, token in enumerate(best.tokens):
-            generated = best.token_ids[:place]
+        for position, token in enumerate(best.tokens):
+            generated = best.token_ids[:position]
             text = (*request.prompt_ids, *generated)
             want = vllm(table[text[-2], text[-1]].tolist(), generated, request.prompt_ids, asked)
             assert token.logprob == pytest.approx(want[token.token_id], abs=1e-4)
@@ -235,12 +235,12 @@ def bad_words(family: str) -> list[list[int]]:
     """Words of one to four tokens that the family writes."""
     texts = [text for text in our_texts(family, SamplingConfig(max_new_tokens=12), 4, BATCH, 0) if len(text) > 4]
     dice = random.Random(family)
-    found = []
+    words = []
     for size in (1, 2, 2, 2, 3, 3, 4):
         text = dice.choice(texts)
         begin = dice.randrange(len(text) - size)
-        found.append(list(text[begin : begin + size]))
-    return [word for word in found if word != [word[0]] or word[0] not in ENDS]
+        words.append(list(text[begin : begin + size]))
+    return [word for word in words if word != [word[0]] or word[0] not in ENDS]
 
 
 @cache
@@ -283,13 +283,13 @@ def transformers_texts(family: str, theirs: dict[str, Any], beams: int, batch: l
     """The best text of every prompt, one after another, because transformers counts padding as text."""
     made = model(family)
     made.generation_config.eos_token_id, made.generation_config.pad_token_id = list(ENDS), 0
-    found = []
+    texts = []
     for ids in batch:
         out = made.generate(torch.tensor([ids]), num_beams=beams, do_sample=False, max_new_tokens=12, **theirs)
         row = out[0, len(ids) :].tolist()
-        end = next((place + 1 for place, token in enumerate(row) if token in ENDS), len(row))
-        found.append(row[:end])
-    return found
+        end = next((position + 1 for position, token in enumerate(row) if token in ENDS), len(row))
+        texts.append(row[:end])
+    return texts
 
 
 @cache

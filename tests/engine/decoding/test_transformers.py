@@ -84,7 +84,7 @@ def tokens(results: list[RequestResult]) -> list[list[list[int]]]:
     return [[list(h.token_ids) for h in result.hypotheses] for result in results]
 
 
-def found(
+def decoded(
     engine: Engine, batch: list[list[int]], beams: int, penalty: float, early: bool, new: int
 ) -> list[list[list[int]]]:
     return tokens(answers(engine, batch, beams, penalty, early, new))
@@ -116,7 +116,7 @@ def test_search_is_transformers_beam_search(family: str, case: tuple[int, list[i
     codec = NumberCodec(V, tuple(eos))
     target, draft = forest(family), forest(family, 0.02)
     plain = Engine(target, None, codec, MethodConfig(rule="search", num_beams=beams, depth=0), batch_size=5)
-    assert found(plain, batch, beams, penalty, early, new) == want
+    assert decoded(plain, batch, beams, penalty, early, new) == want
     method = MethodConfig(rule="search", num_beams=beams, depth=3, drafts_per_layer=2 * beams)
     drafted = Engine(target, draft, codec, method, batch_size=3)
     results = answers(drafted, batch, beams, penalty, early, new)
@@ -130,12 +130,12 @@ def test_coupled_text_does_not_depend_on_a_real_draft(family: str) -> None:
     codec = NumberCodec(V, (2, 3))
     target = CausalForestModel(model(family), family)
     plain = Engine(target, None, codec, MethodConfig(rule="coupled", depth=0), batch_size=1)
-    want = found(plain, batch, 4, 1.0, False, 16)
+    want = decoded(plain, batch, 4, 1.0, False, 16)
     for noise, drafts, depth, size in ((0.01, 8, 4, 12), (0.1, 5, 2, 5)):
         draft = CausalForestModel(model(family, noise), family)
         method = MethodConfig(rule="coupled", depth=depth, drafts_per_layer=drafts)
         engine = Engine(target, draft, codec, method, batch_size=size)
-        assert found(engine, batch, 4, 1.0, False, 16) == want
+        assert decoded(engine, batch, 4, 1.0, False, 16) == want
 
 
 def test_the_comparison_meets_many_lengths() -> None:

@@ -41,9 +41,12 @@ def decode(
     settings = SamplingConfig(**{"max_new_tokens": 10, "top_k": 10, "n_best": 3, **sampling})
     requests = [
         Request(
-            id=str(i), seed=7, sampling=settings, **({"prompt": one} if isinstance(one, str) else {"prompt_ids": one})
+            id=str(i),
+            seed=7,
+            sampling=settings,
+            **({"prompt": prompt} if isinstance(prompt, str) else {"prompt_ids": prompt}),
         )
-        for i, one in enumerate(prompts)
+        for i, prompt in enumerate(prompts)
     ]
     results = list(engine.run(requests))
     assert [result.error for result in results] == [None] * len(requests)
@@ -77,17 +80,17 @@ def test_the_text_is_that_of_no_draft(target: str, draft: str, rule: str) -> Non
     """Guards everything a bridge could get wrong: rows of one seed that are told apart by their place alone, more rows
     than the batch, texts that end inside words and characters, special tokens as prompts; and drafts that nothing is
     accepted of."""
-    found = decode(target, bridged(target, draft), rule)
-    assert tokens(found) == plain(target, rule)
-    assert sum(result.stats.accepted for result in found) > 20
-    assert sum(result.stats.steps for result in found) > sum(result.stats.target_calls for result in found)
+    results = decode(target, bridged(target, draft), rule)
+    assert tokens(results) == plain(target, rule)
+    assert sum(result.stats.accepted for result in results) > 20
+    assert sum(result.stats.steps for result in results) > sum(result.stats.target_calls for result in results)
 
 
 def test_a_draft_of_the_same_bytes_is_nearly_always_right() -> None:
     """Guards the context: draft and target are one model over bytes, so beam search must accept nearly every layer.
     Anything but the very text of each beam would change its hash and lose this."""
-    found = decode("bytes", bridged("bytes", "bytes"), "search")
-    assert sum(result.stats.steps for result in found) > 4 * sum(result.stats.target_calls for result in found)
+    results = decode("bytes", bridged("bytes", "bytes"), "search")
+    assert sum(result.stats.steps for result in results) > 4 * sum(result.stats.target_calls for result in results)
 
 
 def test_ids_that_are_no_text() -> None:
@@ -98,17 +101,17 @@ def test_ids_that_are_no_text() -> None:
     broken = [byte[b"\x99"], byte[b"\xf0"], byte[b"\x9f"]]
     prompts = [(*start, *broken), (0,), (0, end, 0), (*broken[:1],), (*start, 0, *start, end), (*broken[1:],)]
     for rule in ("coupled", "search"):
-        found = decode("byte-level", bridged("byte-level", "other byte-level"), rule, prompts)
-        assert tokens(found) == tokens(decode("byte-level", None, rule, prompts))
+        results = decode("byte-level", bridged("byte-level", "other byte-level"), rule, prompts)
+        assert tokens(results) == tokens(decode("byte-level", None, rule, prompts))
 
 
 def test_stop_strings_and_ends() -> None:
     """Guards nodes below a stop string: a text that goes on after it was drafted must end where it ends undrafted."""
     for rule in ("coupled", "search"):
         settings = {"stop": ("x j", "e", "\n"), "max_new_tokens": 16}
-        found = decode("byte-level", bridged("byte-level", "bytes"), rule, **settings)
-        assert tokens(found) == tokens(decode("byte-level", None, rule, **settings))
-        assert any(beam.finish_reason == "stop" for result in found for beam in result.hypotheses)
+        results = decode("byte-level", bridged("byte-level", "bytes"), rule, **settings)
+        assert tokens(results) == tokens(decode("byte-level", None, rule, **settings))
+        assert any(beam.finish_reason == "stop" for result in results for beam in result.hypotheses)
 
 
 def test_a_draft_that_says_nothing() -> None:
@@ -118,9 +121,9 @@ def test_a_draft_that_says_nothing() -> None:
         def _logits(self, batch: Any, stored: torch.Tensor) -> torch.Tensor:
             return super()._logits(batch, stored) * float("nan")
 
-    found = decode("bytes", bridged("bytes", "byte-level", Broken("byte-level")), "coupled")
-    assert tokens(found) == plain("bytes", "coupled")
-    assert sum(result.stats.drafted for result in found) == 0
+    results = decode("bytes", bridged("bytes", "byte-level", Broken("byte-level")), "coupled")
+    assert tokens(results) == plain("bytes", "coupled")
+    assert sum(result.stats.drafted for result in results) == 0
 
 
 def test_short_positions_of_the_draft() -> None:
@@ -128,9 +131,9 @@ def test_short_positions_of_the_draft() -> None:
     model = TextModel("byte-level")
     model._max_positions = 40
     prompts = ["The quick brown fox jumps over the lazy dog.\n" * 4, "The"]
-    found = decode("bytes", bridged("bytes", "byte-level", model), "coupled", prompts)
-    assert tokens(found) == tokens(decode("bytes", None, "coupled", prompts))
-    assert sum(result.stats.accepted for result in found) > 0
+    results = decode("bytes", bridged("bytes", "byte-level", model), "coupled", prompts)
+    assert tokens(results) == tokens(decode("bytes", None, "coupled", prompts))
+    assert sum(result.stats.accepted for result in results) > 0
 
 
 def test_rejection_keeps_the_targets_distribution() -> None:
@@ -147,10 +150,10 @@ def test_rejection_keeps_the_targets_distribution() -> None:
         if draft:
             assert sum(result.stats.accepted for result in results) > 400
         counts.append(Counter(result.hypotheses[0].token_ids for result in results))
-    one, other = counts
-    frequent = [pair for pair in one | other if one[pair] + other[pair] >= 20]
+    first, other = counts
+    frequent = [pair for pair in first | other if first[pair] + other[pair] >= 20]
     assert len(frequent) >= 5
-    value = sum((one[pair] - other[pair]) ** 2 / (one[pair] + other[pair]) for pair in frequent)
+    value = sum((first[pair] - other[pair]) ** 2 / (first[pair] + other[pair]) for pair in frequent)
     assert value < len(frequent) + 4.5 * (2 * len(frequent)) ** 0.5 + 10
 
 
@@ -187,7 +190,9 @@ def test_a_kernel_that_fails_is_left_by_the_draft_too() -> None:
     rows = [Request("the quick", id="0", sampling=SamplingConfig(max_new_tokens=8))]
     (result,) = engine.run(rows)
     alone = Engine(TextModel("byte-level"), None, codec("byte-level"), replace(method, drafter="beam", depth=0))
-    assert [one.token_ids for one in result.hypotheses] == [one.token_ids for one in next(alone.run(rows)).hypotheses]
+    assert [beam.token_ids for beam in result.hypotheses] == [
+        beam.token_ids for beam in next(alone.run(rows)).hypotheses
+    ]
     assert draft.left == 1
     assert [line.startswith("the run goes on without kernels, because one of them fails here") for line in told] == [
         True
@@ -201,9 +206,9 @@ def test_markers_join_chats() -> None:
     chat.add_special_tokens({"additional_special_tokens": ["<only target>"]})
     ours = type(codec("bytes"))(chat, (1,))
     theirs = codec("other byte-level")
-    found = markers(ours, theirs)
-    assert found == {0: theirs.tokenizer.get_vocab()["<s>"], 1: theirs.tokenizer.get_vocab()["</s>"]}
-    drafter = BridgeDrafter(BridgedDraft(TextModel("other byte-level"), theirs, ours, found), 381)
+    joined = markers(ours, theirs)
+    assert joined == {0: theirs.tokenizer.get_vocab()["<s>"], 1: theirs.tokenizer.get_vocab()["</s>"]}
+    drafter = BridgeDrafter(BridgedDraft(TextModel("other byte-level"), theirs, ours, joined), 381)
     extra = chat.convert_tokens_to_ids("<only target>")
     prompt = drafter._prompt([*ours.encode_chat([{"role": "user", "content": "fox"}]), extra])
     assert codec("other byte-level").tokenizer.decode(prompt.base) == "<s>user: fox</s>"

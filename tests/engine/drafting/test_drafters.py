@@ -75,8 +75,8 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Texts that the tables of the tests like to write: decoded by their own target."""
     path = tmp_path_factory.mktemp("index") / "corpus.index"
     engine = make_engine({}, depth=0)
-    found = engine.run(request(i, 60) for i in range(40))
-    corpus = CorpusTokens(hypothesis.token_ids for result in found for hypothesis in result.hypotheses)
+    results = engine.run(request(i, 60) for i in range(40))
+    corpus = CorpusTokens(hypothesis.token_ids for result in results for hypothesis in result.hypotheses)
     with path.open("wb") as stream:
         write_index(stream, corpus, NumberCodec(VOCABULARY).token_bytes())
     return str(path)
@@ -128,9 +128,9 @@ def test_the_text_is_the_same_with_every_drafter(options: dict[str, Any], rule: 
     """Under `search`, where the draft's nodes are its best pairs, two of the shapes."""
     accepted = 0
     for shape in SHAPES if rule == "coupled" else SHAPES[:2]:
-        found = decode(make_engine(options, index, rule=rule, **shape))
-        assert texts(found) == plain_texts(rule, shape["num_beams"])
-        accepted += sum(result.stats.accepted for result in found)
+        results = decode(make_engine(options, index, rule=rule, **shape))
+        assert texts(results) == plain_texts(rule, shape["num_beams"])
+        accepted += sum(result.stats.accepted for result in results)
     assert accepted > 0
 
 
@@ -232,9 +232,9 @@ class Watched(HashModel):
     """Keeps what it returns. Its logits depend on every token of a node's path, so a hole in its cache shows."""
 
     def forward(self, batch: ForestInput, *, logits: bool = True) -> Tensor | None:
-        found = super().forward(batch, logits=logits)
-        self.__dict__.setdefault("seen", []).append(found)
-        return found
+        output = super().forward(batch, logits=logits)
+        self.__dict__.setdefault("seen", []).append(output)
+        return output
 
 
 @pytest.mark.parametrize("changing", [False, True])
@@ -250,20 +250,20 @@ def test_a_fused_draft_has_run_all_that_survives(drafter: str, changing: bool, i
         engine._planner = RandomPlanner(3, 3, 8)
     propose, checked, added = engine._drafter.propose, 0, 0
 
-    def step(*given: Any) -> Any:
+    def step(*arguments: Any) -> Any:
         nonlocal checked, added
         seen.clear()
         draft.__dict__["seen"] = []
-        report = plain_step(*given)
+        report = plain_step(*arguments)
         [forest], [verified] = seen, target.__dict__["seen"][-1:]
         # tokens of the backlog alone give none
-        drafted = [found for found in draft.__dict__["seen"] if found is not None]
+        drafted = [output for output in draft.__dict__["seen"] if output is not None]
         assert len(drafted) == forest.layers_run
-        for layer, found in enumerate(drafted):
+        for layer, output in enumerate(drafted):
             nodes, start = forest.layers[layer], forest.offset(layer)
             count = nodes.token.shape[1]
             expected = verified[:, start : start + count]
-            assert torch.equal(found[:, -count:][nodes.valid], expected[nodes.valid])
+            assert torch.equal(output[:, -count:][nodes.valid], expected[nodes.valid])
             checked += int(nodes.valid.sum())
             added += int((nodes.valid & ~nodes.sampled).sum()) if layer else 0
         return report
@@ -341,8 +341,8 @@ def test_of_two_equal_requests_the_later_one_knows_nothing_of_the_first(seed: in
     """Under `rejection` a proposal that goes by what the other row has seen gives another text."""
     engine = make_engine({"drafter": "ngram"}, rule="rejection", drafts_per_layer=6, depth=3, batch_size=2, seed=seed)
     first, short = replace(request(3, 24), id="first"), replace(request(2, 2), id="short")
-    found = told_of(engine.run([first, short, replace(first, id="second")]))
-    assert found["first"] == found["second"]
+    counters = told_of(engine.run([first, short, replace(first, id="second")]))
+    assert counters["first"] == counters["second"]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -350,32 +350,32 @@ def test_what_ngram_remembers_goes_with_its_row(seed: int) -> None:
     """Guards rows that move when the last requests are left, and a row that goes by those beside it: with `rejection`
     its text tells. Requests of one batch have top_k or none."""
     requests = [request(i, new, top_k=top) for i, new, top in ((0, 3, 0), (1, 3, 5), (3, 24, 5), (2, 2, 0))]
-    found = {}
+    first_counters = {}
     for size in (1, 4):
         engine = make_engine(
             {"drafter": "ngram"}, rule="rejection", drafts_per_layer=6, depth=3, batch_size=size, seed=seed
         )
         counters = told_of(engine.run(requests))
-        assert found.setdefault("alone", counters) == counters
+        assert first_counters.setdefault("alone", counters) == counters
 
 
 @pytest.mark.parametrize("rule", ["search", "rejection"])
 def test_looking_at_an_engine_changes_no_text(rule: str) -> None:
     """Guards an observer that keeps `ngram` from what it remembers."""
-    requests, found = [request(i, 24) for i in range(4)], []
+    requests, runs = [request(i, 24) for i in range(4)], []
     for watched in (False, True):
         engine = make_engine({"drafter": "ngram"}, rule=rule, drafts_per_layer=6, depth=3, batch_size=2)
         if watched:
             engine.observe(Looking())
-        found.append(told_of(engine.run(requests)))
-    assert found[0] == found[1]
+        runs.append(told_of(engine.run(requests)))
+    assert runs[0] == runs[1]
 
 
 def test_requests_do_not_see_each_other() -> None:
     """The order and the batch of requests change neither text nor counters of the drafters that read the text."""
-    found = []
+    runs = []
     for batch_size, order in ((1, 1), (4, -1), (8, 1)):
         engine = make_engine({"drafter": "ngram"}, drafts_per_layer=6, depth=3, batch_size=batch_size)
         results = engine.run([request(i, 9 + i) for i in range(8)][::order])
-        found.append({r.request.id: (r.hypotheses, r.stats.target_calls, r.stats.accepted) for r in results})
-    assert found[0] == found[1] == found[2]
+        runs.append({r.request.id: (r.hypotheses, r.stats.target_calls, r.stats.accepted) for r in results})
+    assert runs[0] == runs[1] == runs[2]

@@ -26,8 +26,8 @@ TOKENS = [f"{number} ".encode() for number in range(50)]
 def test_suffixes_are_sorted_by_their_first_tokens(size: int, letters: int) -> None:
     draw = random.Random(size + letters)
     tokens = [draw.choice([-1, *range(letters)]) for _ in range(size)]
-    found = sort_suffixes(np.array(tokens, dtype=np.int32))
-    assert found.tolist() == sorted(range(size), key=lambda start: (tokens[start : start + SORTED], start))
+    order = sort_suffixes(np.array(tokens, dtype=np.int32))
+    assert order.tolist() == sorted(range(size), key=lambda start: (tokens[start : start + SORTED], start))
 
 
 def test_sorting_stays_in_the_memory_that_is_documented_and_says_what_it_does() -> None:

@@ -28,19 +28,19 @@ def test_the_candidates_are_those_of_the_whole_vocabulary(vocabulary: int, count
     rng = torch.Generator().manual_seed(vocabulary)
     ids = torch.sort(torch.randperm(vocabulary, generator=rng)[: vocabulary * 2 // 3]).values
     logits = DraftLogits(3 * torch.randn(2, 3, len(ids), generator=rng), ids, vocabulary)
-    wanted, found = top_candidates(logits.wide(), CandidateCount(count)), logits.candidates(CandidateCount(count))
-    assert torch.equal(found.tokens, wanted.tokens)
-    assert torch.allclose(found.logprobs, wanted.logprobs, rtol=0, atol=2e-6)
-    assert not found.full
-    assert set(found.tokens.flatten().tolist()) <= set(ids.tolist())
+    wanted, candidates = top_candidates(logits.wide(), CandidateCount(count)), logits.candidates(CandidateCount(count))
+    assert torch.equal(candidates.tokens, wanted.tokens)
+    assert torch.allclose(candidates.logprobs, wanted.logprobs, rtol=0, atol=2e-6)
+    assert not candidates.full
+    assert set(candidates.tokens.flatten().tolist()) <= set(ids.tolist())
 
 
 def test_where_all_tokens_are_wanted_those_without_a_column_have_no_mass() -> None:
     logits = DraftLogits(torch.randn(1, 2, 4), torch.tensor([0, 3, 4, 8]), 9)
     for count in (4, 6, 9):
-        found = logits.candidates(CandidateCount(count))
-        assert found.tokens.shape == (1, 2, count)
-        assert torch.isfinite(found.logprobs).sum(-1).tolist() == [[4, 4]]
+        candidates = logits.candidates(CandidateCount(count))
+        assert candidates.tokens.shape == (1, 2, count)
+        assert torch.isfinite(candidates.logprobs).sum(-1).tolist() == [[4, 4]]
     assert logits.candidates(CandidateCount(9)).full
     assert logits.candidates(CandidateCount(9)).logprobs.exp().sum(-1).tolist() == [pytest.approx([1.0, 1.0])]
 
@@ -62,18 +62,18 @@ class Narrow(HashModel):
     lm_head_ids = IDS
 
     def forward(self, batch: ForestInput, *, logits: bool = True) -> Tensor | None:
-        found = super().forward(batch, logits=logits)
-        return None if found is None else found[..., IDS]
+        output = super().forward(batch, logits=logits)
+        return None if output is None else output[..., IDS]
 
 
 class Scattered(HashModel):
     """The same logits in the whole vocabulary."""
 
     def forward(self, batch: ForestInput, *, logits: bool = True) -> Tensor | None:
-        found = super().forward(batch, logits=logits)
-        if found is None:
+        output = super().forward(batch, logits=logits)
+        if output is None:
             return None
-        return torch.full_like(found, float("-inf")).index_copy_(-1, IDS, found[..., IDS])
+        return torch.full_like(output, float("-inf")).index_copy_(-1, IDS, output[..., IDS])
 
 
 def answers(draft: HashModel, method: MethodConfig) -> list[object]:

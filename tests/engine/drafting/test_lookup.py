@@ -78,12 +78,12 @@ def random_texts(seed: int, letters: int = 4) -> list[list[list[int]]]:
 
 def as_lists(paths: Paths, row: int) -> list[tuple[int, tuple[int, ...], float]]:
     """(beam, tokens, weight) of the real paths, heaviest first."""
-    found = [
+    listed = [
         (int(paths.root[row, m]), tuple(paths.tokens[row, m, : int(paths.length[row, m])].tolist()), float(w))
         for m, w in enumerate(paths.weight[row].tolist())
         if paths.length[row, m] > 0
     ]
-    return sorted(found, key=lambda item: -item[2])
+    return sorted(listed, key=lambda item: -item[2])
 
 
 def test_contexts_are_prompt_and_history() -> None:
@@ -101,12 +101,12 @@ def test_contexts_are_prompt_and_history() -> None:
 def places_of(text: list[int], longest: int) -> list[int]:
     """Earlier places, best first: the most alike, then the latest."""
 
-    def worth(place: int) -> int:
-        backs = range(1, min(longest, place) + 1)
-        return sum(max(1, round(1000 * 0.85 ** (back - 1))) for back in backs if text[place - back] == text[-back])
+    def worth(position: int) -> int:
+        backs = range(1, min(longest, position) + 1)
+        return sum(max(1, round(1000 * 0.85 ** (back - 1))) for back in backs if text[position - back] == text[-back])
 
-    places = [place for place in range(1, len(text)) if worth(place)]
-    return sorted(places, key=lambda place: (worth(place), place), reverse=True)
+    places = [position for position in range(1, len(text)) if worth(position)]
+    return sorted(places, key=lambda position: (worth(position), position), reverse=True)
 
 
 def lookup(text: list[int], longest: int, depth: int) -> list[tuple[int, ...]]:
@@ -135,29 +135,31 @@ def test_ngram_goes_on_behind_a_changed_token() -> None:
     context = make_context([list(changed)], 2, 2, 4)
     context.sampler = Search.sampler
     forest = NgramDrafter(12, recalls=True).propose(context)
-    found = {
+    paths = {
         (int(forest.layers[4].root[0, k]), *forest.layers[4].path_tokens[0, k].tolist())
         for k in range(2)
         if forest.layers[4].valid[0, k]
     }
-    assert found == {(0, 6, 7, 8, 9), (1, 6, 7, 8, 9)}
+    assert paths == {(0, 6, 7, 8, 9), (1, 6, 7, 8, 9)}
 
 
 def guessed_tree(beams: list[list[int]], longest: int, depth: int, count: int) -> list[list[tuple[int, ...]]]:
     """(beam, tokens ...) of the best pairs of each layer, best first. A root follows several places, each node below
     one only: that which guessed its token."""
-    places = [[(place, len(own) - place) for place in places_of(own, longest)[:PLACES]] for own in beams]
-    layer = [((beam,), 0.0, found) for beam, found in enumerate(places)]
+    places = [[(position, len(own) - position) for position in places_of(own, longest)[:PLACES]] for own in beams]
+    layer = [((beam,), 0.0, matches) for beam, matches in enumerate(places)]
     layers = []
     for _ in range(depth):
         below = []
-        for path, weight, found in layer:
+        for path, weight, matches in layer:
             text, taken = beams[path[0]], set[int]()
-            for rank, (place, period) in enumerate(found):
-                if text[place] not in taken:
-                    taken.add(text[place])
-                    after = place + 1 if place + 1 < len(text) else place + 1 - period
-                    below.append(((*path, text[place]), weight + BEST_LOGPROB - LOGPROB_STEP * rank, [(after, period)]))
+            for rank, (position, period) in enumerate(matches):
+                if text[position] not in taken:
+                    taken.add(text[position])
+                    after = position + 1 if position + 1 < len(text) else position + 1 - period
+                    below.append(
+                        ((*path, text[position]), weight + BEST_LOGPROB - LOGPROB_STEP * rank, [(after, period)])
+                    )
         layer = sorted(below, key=lambda node: -node[1])[:count]
         layers.append([path for path, _, _ in layer])
     return layers
@@ -175,21 +177,21 @@ def test_the_nodes_of_ngram_are_those_of_its_scalar_reference(longest: int, reca
     for row, beams in enumerate(texts):
         for layer, wanted in enumerate(guessed_tree(beams, longest, 7, 6), 1):
             nodes = forest.layers[layer]
-            found = [
+            drafted = [
                 (int(nodes.root[row, k]), *nodes.path_tokens[row, k, :layer].tolist())
                 for k in range(6)
                 if nodes.valid[row, k]
             ]
-            assert found == wanted
+            assert drafted == wanted
 
 
-def _same(found: list[tuple[int, tuple[int, ...], float]], expected: list[tuple[int, tuple[int, ...], float]]) -> bool:
+def _same(paths: list[tuple[int, tuple[int, ...], float]], expected: list[tuple[int, tuple[int, ...], float]]) -> bool:
     """Equal as multisets, weights up to rounding."""
 
     def key(items: list[tuple[int, tuple[int, ...], float]]) -> list[tuple[int, tuple[int, ...], float]]:
         return sorted((beam, tokens, round(weight, 5)) for beam, tokens, weight in items)
 
-    return key(found) == key(expected)
+    return key(paths) == key(expected)
 
 
 def make_corpus(seed: int) -> CorpusTokens:
@@ -228,8 +230,8 @@ def test_retrieval_is_its_scalar_reference(seed: int) -> None:
     for row, beams in enumerate(texts):
         expected = []
         for beam, own in enumerate(beams):
-            found = hits(list(corpus.ids), own, 4)
-            expected += [(beam, tokens, 1 / len(beams) / len(found)) for tokens in found if tokens]
+            continuations = hits(list(corpus.ids), own, 4)
+            expected += [(beam, tokens, 1 / len(beams) / len(continuations)) for tokens in continuations if tokens]
         assert _same(as_lists(paths, row), expected)
 
 
@@ -284,13 +286,13 @@ def test_the_tree_of_paths_is_its_scalar_reference(seed: int) -> None:
         expected = tree_of(as_lists(paths, row), depth, count)
         for layer, wanted in enumerate(expected, 1):
             nodes = forest.layers[layer]
-            found = [
+            drafted = [
                 (int(nodes.root[row, k]), *nodes.path_tokens[row, k, :layer].tolist())
                 for k in range(count)
                 if nodes.valid[row, k]
             ]
-            assert len(found) == len(set(found))
-            assert set(found) == wanted
+            assert len(drafted) == len(set(drafted))
+            assert set(drafted) == wanted
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])

@@ -48,15 +48,15 @@ class Trimmed(HashModel):
     own_ids_below = BELOW
 
     def forward(self, batch: ForestInput, *, logits: bool = True) -> Tensor | None:
-        found = super().forward(batch, logits=logits)
-        if found is None:
+        output = super().forward(batch, logits=logits)
+        if output is None:
             return None
-        self.__dict__.setdefault("whole", []).append(found)
-        kept = found[..., TRIMMED]
+        self.__dict__.setdefault("whole", []).append(output)
+        kept = output[..., TRIMMED]
         if batch.own_ids is None:
             return kept
-        ids = batch.own_ids.unsqueeze(1).expand(-1, found.shape[1], -1)
-        own = found.gather(2, ids.clamp(max=V - 1)).masked_fill(ids >= BELOW, -math.inf)
+        ids = batch.own_ids.unsqueeze(1).expand(-1, output.shape[1], -1)
+        own = output.gather(2, ids.clamp(max=V - 1)).masked_fill(ids >= BELOW, -math.inf)
         return torch.cat((kept, own), -1)
 
 
@@ -90,7 +90,7 @@ def requests(count: int = 7, beams: int = 3, **sampling: Any) -> list[Request]:
 
 def texts(results: list[RequestResult]) -> list[list[tuple[tuple[int, ...], float]]]:
     assert all(result.error is None for result in results)
-    return [[(one.token_ids, one.logprob) for one in result.hypotheses] for result in results]
+    return [[(beam.token_ids, beam.logprob) for beam in result.hypotheses] for result in results]
 
 
 def passed(results: list[RequestResult]) -> int:
@@ -116,9 +116,9 @@ def test_no_text_depends_on_own_ids(rule: str, drafter: str, beams: int) -> None
     plain, counts = plain_texts(rule, beams), []
     for draft in (Fixed, Trimmed):
         engine = engine_of(draft, drafter=drafter, drafts_per_layer=2 * beams, **method)
-        found = list(engine.run(requests(beams=beams)))
-        assert texts(found) == plain
-        counts.append(passed(found))
+        results = list(engine.run(requests(beams=beams)))
+        assert texts(results) == plain
+        counts.append(passed(results))
     assert counts[0] < counts[1]
     engine = engine_of(Trimmed, 2, drafter=drafter, **method)
     engine._planner = RandomPlanner(5, 3, 8)
@@ -133,11 +133,11 @@ def test_no_text_depends_on_them_under_constraints(rule: str) -> None:
         Request(id=str(i), seed=i, prompt_ids=(7, 8, 12, i), sampling=SamplingConfig(max_new_tokens=9), allow=answers)
         for i in range(5)
     ]
-    found = list(engine_of(Trimmed, rule=rule).run(asked))
-    assert {one.text for result in found for one in result.hypotheses} <= set(answers)
+    results = list(engine_of(Trimmed, rule=rule).run(asked))
+    assert {beam.text for result in results for beam in result.hypotheses} <= set(answers)
     if rule != "rejection":
-        assert texts(found) == texts(list(engine_of(None, rule=rule).run(asked)))
-        assert passed(found) > passed(list(engine_of(Fixed, rule=rule).run(asked)))
+        assert texts(results) == texts(list(engine_of(None, rule=rule).run(asked)))
+        assert passed(results) > passed(list(engine_of(Fixed, rule=rule).run(asked)))
 
 
 @dataclass
@@ -164,10 +164,10 @@ class Book(Observer):
         forward = self.engine.target.forward
 
         def kept(batch: ForestInput, *, logits: bool = True) -> Tensor | None:
-            found = forward(batch, logits=logits)
-            if found is not None:
-                self.target.append(found)
-            return found
+            output = forward(batch, logits=logits)
+            if output is not None:
+                self.target.append(output)
+            return output
 
         self.engine.target.forward = kept  # type: ignore[method-assign]
         self.engine.observe(self)
@@ -188,8 +188,8 @@ class Book(Observer):
             for row in active:
                 said = list[int]()
                 for node in forest.flat.valid[row].nonzero().flatten().tolist():
-                    given = logits[row, node].tolist()
-                    ranked = sorted(range(V), key=lambda token: (-given[token], token))
+                    scores = logits[row, node].tolist()
+                    ranked = sorted(range(V), key=lambda token: (-scores[token], token))
                     said += ranked[: min(wanted, self.kept)]
                 self.take(keys[row], said)
         self.pending.clear()
@@ -207,22 +207,24 @@ class Book(Observer):
                 self.take(keys[row], [*table.tokens[row, :length].tolist(), int(context.beams.token[row, 0])])
         assert context.own_ids is not None
         for row in rows:
-            found = [token for token in context.own_ids[row].tolist() if token < V]
-            assert found == self.own[keys[row]]
-            self.sizes.add(len(found))
+            listed = [token for token in context.own_ids[row].tolist() if token < V]
+            assert listed == self.own[keys[row]]
+            self.sizes.add(len(listed))
         whole = self.draft.__dict__["whole"][-forest.depth :] if forest.depth else []
         for layer, logits in enumerate(whole):
-            nodes, given = forest.layers[layer], forest.distributions[layer]
+            nodes, distribution = forest.layers[layer], forest.distributions[layer]
             for row in rows:
                 ids = sorted({*FIXED, *self.own[keys[row]]})
                 below = forest.layers[layer + 1]
                 drafted = below.token[row][below.valid[row]].tolist()
                 assert set(drafted) <= set(ids)
-                if given is not None and random:
-                    self.compare(context, nodes, given, row, ids, logits[row, -nodes.token.shape[1] :])
+                if distribution is not None and random:
+                    self.compare(context, nodes, distribution, row, ids, logits[row, -nodes.token.shape[1] :])
         self.pending.append((forest, keys, rows))
 
-    def compare(self, context: DraftContext, nodes: Any, given: Any, row: int, ids: list[int], logits: Tensor) -> None:
+    def compare(
+        self, context: DraftContext, nodes: Any, distribution: Any, row: int, ids: list[int], logits: Tensor
+    ) -> None:
         """Q of a layer of one row, by numbers of Python: softmaxes over `ids`, joined, tempered, cut, normalised."""
         temperature, top_k = float(context.warp.temperature[row]), int(context.warp.top_k[row])
         pool = dict[tuple[int, int], float]()
@@ -236,7 +238,7 @@ class Book(Observer):
                 pool[node, token] = float(nodes.weight[row, node]) + value - total
         if not pool:
             return
-        if given.scope == "pool":
+        if distribution.scope == "pool":
             groups = [list(pool)]
         else:
             groups = [[pair for pair in pool if pair[0] == node] for node in {node for node, _ in pool}]
@@ -246,17 +248,17 @@ class Book(Observer):
             left = {pair: math.exp((pool[pair] - best) / temperature) for pair in group if pool[pair] >= least}
             total = math.fsum(left.values())
             wanted |= {pair: mass / total for pair, mass in left.items()}
-        found = dict[tuple[int, int], float]()
+        masses = dict[tuple[int, int], float]()
         live = (nodes.valid & ~nodes.ends)[row]
         for node in live.nonzero().flatten().tolist():
-            tokens, logs = given.candidates.tokens[row, node].tolist(), given.log_q[row, node].tolist()
+            tokens, logs = distribution.candidates.tokens[row, node].tolist(), distribution.log_q[row, node].tolist()
             for token, log in zip(tokens, logs, strict=True):
                 if log > -math.inf:
-                    assert (node, token) not in found, "a pair is there twice"
-                    found[node, token] = math.exp(log)
-        assert found.keys() == wanted.keys()
-        far = {pair: mass for pair, mass in wanted.items() if abs(found[pair] - mass) > max(2e-4 * mass, 1e-7)}
-        assert not far, {pair: (found[pair], mass) for pair, mass in far.items()}
+                    assert (node, token) not in masses, "a pair is there twice"
+                    masses[node, token] = math.exp(log)
+        assert masses.keys() == wanted.keys()
+        far = {pair: mass for pair, mass in wanted.items() if abs(masses[pair] - mass) > max(2e-4 * mass, 1e-7)}
+        assert not far, {pair: (masses[pair], mass) for pair, mass in far.items()}
         self.checked += 1
 
 
@@ -266,7 +268,7 @@ DRAWN = [("rejection", drafter) for drafter in ("beam", "rsd-s", "dynamic-tree",
 @pytest.mark.parametrize(
     ("rule", "drafter", "top_k", "room"),
     [
-        *((*one, top_k, room) for one in DRAWN for top_k, room in ((6, 2048), (0, 7))),
+        *((*case, top_k, room) for case in DRAWN for top_k, room in ((6, 2048), (0, 7))),
         *((*DRAWN[0], top_k, room) for top_k, room in ((6, 7), (0, 2048))),
     ],
 )
@@ -278,8 +280,8 @@ def test_q_is_the_distribution_over_the_ids_of_the_row(
     monkeypatch.setattr(own_ids.OwnIds, "of", partial(OwnIds.of, most=room))
     engine = engine_of(Trimmed, rule=rule, drafter=drafter)
     book = Book(engine, room, monkeypatch)
-    found = list(engine.run(requests(4, top_k=top_k, temperature=1.3)))
-    assert passed(found) > 0
+    results = list(engine.run(requests(4, top_k=top_k, temperature=1.3)))
+    assert passed(results) > 0
     assert book.checked > 30
     assert len(book.sizes) > (1 if room == 7 else 8)
     assert max(book.sizes) <= room
@@ -308,13 +310,13 @@ class TrimmedTable(TableLM):
         return self.vocab_size
 
     def forward(self, batch: ForestInput, *, logits: bool = True) -> Tensor | None:
-        found = super().forward(batch, logits=logits)
-        if found is None:
+        output = super().forward(batch, logits=logits)
+        if output is None:
             return None
         assert batch.own_ids is not None
-        ids = batch.own_ids.unsqueeze(1).expand(-1, found.shape[1], -1)
-        own = found.gather(2, ids.clamp(max=self.vocab_size - 1)).masked_fill(ids >= self.vocab_size, -math.inf)
-        return torch.cat((found[..., self.lm_head_ids], own), -1)
+        ids = batch.own_ids.unsqueeze(1).expand(-1, output.shape[1], -1)
+        own = output.gather(2, ids.clamp(max=self.vocab_size - 1)).masked_fill(ids >= self.vocab_size, -math.inf)
+        return torch.cat((output[..., self.lm_head_ids], own), -1)
 
 
 @pytest.mark.parametrize(("settings", "drafter"), [(LONE, "beam"), (ENDING, "beam"), (ENDING, "rsd-s")])
@@ -359,18 +361,18 @@ def logits_of(vocabulary: int, seed: int) -> tuple[DraftLogits, list[list[int]]]
 @pytest.mark.parametrize("count", [1, 7, 20, 30, 40])
 def test_candidates_are_those_of_the_whole_vocabulary(vocabulary: int, count: int) -> None:
     logits, tokens = logits_of(vocabulary, count)
-    wanted, found = top_candidates(logits.wide(), CandidateCount(count)), logits.candidates(CandidateCount(count))
-    real, given = (one.logprobs > -math.inf for one in (found, wanted))
-    assert torch.equal(found.tokens[real], wanted.tokens[given])  # in order of token id, none twice
-    assert torch.allclose(found.logprobs[real], wanted.logprobs[given], rtol=0, atol=2e-6)
-    assert int(found.tokens.max()) < vocabulary
+    wanted, candidates = top_candidates(logits.wide(), CandidateCount(count)), logits.candidates(CandidateCount(count))
+    real, wanted_real = (each.logprobs > -math.inf for each in (candidates, wanted))
+    assert torch.equal(candidates.tokens[real], wanted.tokens[wanted_real])  # in order of token id, none twice
+    assert torch.allclose(candidates.logprobs[real], wanted.logprobs[wanted_real], rtol=0, atol=2e-6)
+    assert int(candidates.tokens.max()) < vocabulary
     for row, some in enumerate(tokens):
-        assert set(found.tokens[row][real[row]].tolist()) <= set(some)
-        column = {token: place for place, token in enumerate(logits.ids.tolist() + logits.own_ids[row].tolist())}  # type: ignore[union-attr]
+        assert set(candidates.tokens[row][real[row]].tolist()) <= set(some)
+        column = {token: index for index, token in enumerate(logits.ids.tolist() + logits.own_ids[row].tolist())}  # type: ignore[union-attr]
         law = logits.values[row].double().log_softmax(-1)
         for node in range(3):
             for token, logprob in zip(
-                found.tokens[row, node].tolist(), found.logprobs[row, node].tolist(), strict=True
+                candidates.tokens[row, node].tolist(), candidates.logprobs[row, node].tolist(), strict=True
             ):
                 if logprob > -math.inf:
                     assert logprob == pytest.approx(float(law[node, column[token]]), abs=2e-6)
@@ -391,8 +393,8 @@ def test_columns_of_a_wider_head_are_left_out() -> None:
     """A draft with tokens past the target's vocabulary."""
     ids, own = torch.tensor([1, 5]), torch.tensor([[3, 8, 10]])
     values = torch.arange(6.0).view(1, 1, 6)  # of 1, 5, 11 and three own ids
-    found = DraftLogits.of(values, ids, 10, own)
-    assert found.values.tolist() == [[[0.0, 1.0, 3.0, 4.0, 5.0]]]
+    logits = DraftLogits.of(values, ids, 10, own)
+    assert logits.values.tolist() == [[[0.0, 1.0, 3.0, 4.0, 5.0]]]
 
 
 def test_of_equal_tokens_the_lower_one_comes_first() -> None:

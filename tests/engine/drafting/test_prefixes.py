@@ -51,8 +51,8 @@ def test_logits_are_those_of_the_sequences_alone() -> None:
             paths[row] = [fresh]
         logits = cache.run(paths)
         for row in range(rows):
-            for place, path in enumerate(paths[row]):
-                assert torch.equal(logits[row, place], alone(path))
+            for node, path in enumerate(paths[row]):
+                assert torch.equal(logits[row, node], alone(path))
 
 
 def test_known_beginnings_are_not_run_again() -> None:

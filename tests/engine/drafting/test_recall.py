@@ -98,10 +98,10 @@ def test_of_a_large_vocabulary_the_best_are_kept_whatever_stands_beside() -> Non
     drafter.learn(forest, Candidates(torch.arange(vocabulary).expand(shape), logprobs.expand(shape), full=True))
     context = context_of([[TEXT], [TEXT]])
     context.endings.stops.eos = torch.zeros(vocabulary, dtype=torch.bool)
-    found = drafter.propose(context)
-    assert first_layer(found, 0) == first_layer(found, 1) == [(0, 149_999), (0, 30), (0, 8)]
+    proposed = drafter.propose(context)
+    assert first_layer(proposed, 0) == first_layer(proposed, 1) == [(0, 149_999), (0, 30), (0, 8)]
     assert drafter._recall is not None
-    assert drafter._recall.at(found.flat.path)[1].shape == (*found.flat.path.shape, KEPT)
+    assert drafter._recall.at(proposed.flat.path)[1].shape == (*proposed.flat.path.shape, KEPT)
 
 
 class No5:
@@ -134,5 +134,5 @@ def test_a_child_follows_the_place_that_guessed_it() -> None:
     text = [1, 2, 3, 4, 1, 2, 5, 6, 1, 2]
     forest = NgramDrafter(12, recalls=False).propose(context_of([[text]]))
     nodes = forest.layers[2]
-    found = {tuple(nodes.path_tokens[0, k].tolist()) for k in range(3) if nodes.valid[0, k]}
-    assert {(3, 4), (5, 6)} <= found
+    paths = {tuple(nodes.path_tokens[0, k].tolist()) for k in range(3) if nodes.valid[0, k]}
+    assert {(3, 4), (5, 6)} <= paths

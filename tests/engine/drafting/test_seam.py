@@ -103,7 +103,7 @@ def test_the_confidence_of_a_layer_is_not_made_of_its_draws(options: dict[str, A
     prompt, beams, seeds = (3, 4, 5, 3, 4), 3, 6
     engine = make_engine(options, index, rule=rule, num_beams=beams, drafts_per_layer=7, depth=2)
     told: list[list[float]] = []
-    engine._planner.gate = lambda *given: lambda confidence: told.append(confidence) or True  # type: ignore[assignment, return-value, func-returns-value]
+    engine._planner.gate = lambda *arguments: lambda confidence: told.append(confidence) or True  # type: ignore[assignment, return-value, func-returns-value]
     sampling = SamplingConfig(max_new_tokens=6, top_k=0)
     results = engine.run(Request(id=str(i), seed=i, prompt_ids=prompt, sampling=sampling) for i in range(seeds))
     drawn, first = {result.hypotheses[0].token_ids for result in results}, told[0][:seeds]

@@ -56,9 +56,9 @@ def test_tokens_that_agree() -> None:
                     for i, piece in enumerate(PIECES)
                     if piece and (piece.startswith(pending) or pending.startswith(piece))
                 }
-                found = spelling.continuing(pending).tolist()
-                assert set(found) == expected
-                assert len(found) == len(expected)
+                tokens = spelling.continuing(pending).tolist()
+                assert set(tokens) == expected
+                assert len(tokens) == len(expected)
 
 
 def test_segments_are_the_shortest() -> None:
@@ -79,11 +79,11 @@ def test_aligned_tokens_spell_the_text(seed: int) -> None:
     spelling = Spelling(table)
     for _ in range(200):
         whole = "".join(rng.choices("abc ü", k=12)).encode()
-        encoded, place = [], 0
-        while place < len(whole):  # some tokenizer: random pieces that fit
-            fitting = [i for i, piece in enumerate(table) if piece and whole[place:].startswith(piece)]
+        encoded, position = [], 0
+        while position < len(whole):  # some tokenizer: random pieces that fit
+            fitting = [i for i, piece in enumerate(table) if piece and whole[position:].startswith(piece)]
             encoded.append(rng.choice(fitting))
-            place += len(table[encoded[-1]])
+            position += len(table[encoded[-1]])
         border = rng.randrange(len(whole) + 1)
         tokens = spelling.align(whole[:border], whole[border:], encoded)
         assert spelling.spell(tokens) == whole[border:]

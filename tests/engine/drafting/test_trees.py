@@ -52,11 +52,11 @@ class Grown:
     def below(self, row: int, layer: int) -> dict[int, list[int]]:
         """Parent (place in its layer) -> tokens of its children, in order."""
         nodes, offset = self.forest.layers[layer + 1], self.forest.offset(layer)
-        found: dict[int, list[int]] = {}
+        children: dict[int, list[int]] = {}
         for k in range(nodes.token.shape[1]):
             if nodes.valid[row, k]:
-                found.setdefault(int(nodes.parent[row, k]) - offset, []).append(int(nodes.token[row, k]))
-        return found
+                children.setdefault(int(nodes.parent[row, k]) - offset, []).append(int(nodes.token[row, k]))
+        return children
 
 
 def make(name: str) -> BeamDrafter:
@@ -144,8 +144,8 @@ def test_the_greedy_tree_takes_the_most_valuable_draws() -> None:
             worth[parent, rank] = math.exp(log_q[token]) * left
             left -= math.exp(row[child])
     best = sorted(worth, key=lambda pair: -worth[pair])[:6]
-    found = {(parent, rank) for parent, tokens in grown.below(0, 1).items() for rank in range(len(tokens))}
-    assert found == set(best)
+    draws = {(parent, rank) for parent, tokens in grown.below(0, 1).items() for rank in range(len(tokens))}
+    assert draws == set(best)
 
 
 def test_the_deterministic_tree_is_not_sampled() -> None:

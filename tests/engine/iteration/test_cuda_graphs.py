@@ -115,15 +115,15 @@ def test_captured_iterations_walk_the_tries_of_their_rows(rule: str) -> None:
         engine = Engine(target, draft, NumberCodec(VOCABULARY, (2,)), method, batch_size=2)
         engine._stepper.graphs = graphs
         sampling = SamplingConfig(max_new_tokens=12, n_best=3, top_k=6)
-        found, rng = [], random.Random(1)
+        requests, rng = [], random.Random(1)
         for i in range(40):
             many = (" ".join(str(rng.randrange(3, VOCABULARY)) for _ in range(10)) + " " for _ in range(40 + 8 * i))
             allow = tuple(dict.fromkeys(many))
-            found.append(Request(id=str(i), seed=i, prompt_ids=(i % 5, 3), sampling=sampling, allow=allow))
-        results = engine.generate(found)
-        for request, result in zip(found, results, strict=True):
-            assert {one.text for one in result.hypotheses} <= set(request.allow or ())
-        return [[one.token_ids for one in result.hypotheses] for result in results]
+            requests.append(Request(id=str(i), seed=i, prompt_ids=(i % 5, 3), sampling=sampling, allow=allow))
+        results = engine.generate(requests)
+        for request, result in zip(requests, results, strict=True):
+            assert {beam.text for beam in result.hypotheses} <= set(request.allow or ())
+        return [[beam.token_ids for beam in result.hypotheses] for result in results]
 
     graphs = IterationGraphs(FakeRecorder())
     assert texts(graphs) == texts(None)
@@ -275,7 +275,7 @@ class Cuda:
 
     def patch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("graph_pool_handle", "Stream", "CUDAGraph", "current_stream", "set_stream", "device", "graph"):
-            monkeypatch.setattr(torch.cuda, name, getattr(self, name, None) or (lambda *given: "something"))
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name, None) or (lambda *arguments: "something"))
 
     def Stream(self, device: object) -> str:  # noqa: N802
         return f"of {device}"

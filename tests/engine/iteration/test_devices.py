@@ -52,8 +52,8 @@ class PretendedLM(TableLM):
         self.reserve(0, 0)
 
     def forward(self, batch: ForestInput, *, logits: bool = True) -> Tensor | None:
-        given = (batch.tokens, batch.positions, batch.slots, batch.mask, batch.slot_positions)
-        assert all(item.device == DEVICE for item in given)
+        inputs = (batch.tokens, batch.positions, batch.slots, batch.mask, batch.slot_positions)
+        assert all(item.device == DEVICE for item in inputs)
         return torch.zeros(*batch.tokens.shape, VOCABULARY, device=DEVICE) if logits else None
 
 

@@ -190,9 +190,9 @@ def test_out_of_memory_halves_the_batch_and_goes_on(allocator: str) -> None:
     table, draft = table_pair(1, VOCABULARY, 0.5)
     cramped = Cramped(table.table)
     if allocator == "cpu":  # what the processor's allocator says
-        with pytest.raises(RuntimeError) as found:
+        with pytest.raises(RuntimeError) as caught:
             torch.empty(1 << 60, dtype=torch.uint8)
-        cramped.error = found.value
+        cramped.error = caught.value
     decoder = Engine(cramped, draft, NumberCodec(VOCABULARY, (2,)), MethodConfig(depth=4), batch_size=9)
     good = requests(14)
     heavy = Request(id="heavy", seed=1, prompt_ids=(9, 1), sampling=good[0].sampling)
@@ -228,7 +228,7 @@ def test_caches_that_the_memory_does_not_hold_are_not_made(monkeypatch: pytest.M
         Request(id=str(tokens), seed=1, prompt_ids=(3, 1), sampling=SamplingConfig(max_new_tokens=tokens))
         for tokens in (700, 5000)
     )
-    results = {one.request.id: one for one in decoder.run([*good[:3], long, longer, *good[3:]])}
+    results = {result.request.id: result for result in decoder.run([*good[:3], long, longer, *good[3:]])}
     assert weighty.most <= 0.9 * 200_000
     assert isinstance(results.pop("5000").error, OutOfMemoryRowError)
     for expected in engine().run([*good, long]):

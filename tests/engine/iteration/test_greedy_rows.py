@@ -24,9 +24,9 @@ GREEDY = [replace(settings, temperature=0.0) for settings in CASES]
 @pytest.mark.parametrize("drafted", [False, True])
 def test_temperature_0_equals_the_plain_decoder_without_noise(settings: Settings, drafted: bool) -> None:
     results = run(settings, "coupled", 30, drafted=drafted)
-    for i, found in enumerate(texts(results)):
+    for i, tokens in enumerate(texts(results)):
         expected = decode(table_rows(1, VOCABULARY, (i % 5, i % 7)), settings, greedy(settings))
-        assert found == [text.tokens for text in expected]
+        assert tokens == [text.tokens for text in expected]
     if drafted:
         assert sum(result.stats.accepted for result in results) > 0
 
@@ -55,7 +55,7 @@ def mixed_rows(**fields: Any) -> list[Request]:
     return [Request(id=str(i), seed=i, prompt_ids=(i % 5, i % 7), sampling=kinds[i % 3]) for i in range(30)]
 
 
-def found(results: list[RequestResult]) -> list[object]:
+def facts(results: list[RequestResult]) -> list[object]:
     return [[(text.token_ids, text.logprob) for text in result.hypotheses] for result in results]
 
 
@@ -63,8 +63,8 @@ def found(results: list[RequestResult]) -> list[object]:
 def test_rows_beside_it_stay_as_they_are(method: dict[str, Any]) -> None:
     whole = {"rule": "coupled", "num_beams": 3, "drafts_per_layer": 8, "depth": 3, **method}
     rows = mixed_rows()
-    together = found(list(engine(7, **whole).run(rows)))
-    assert together == [found(list(engine(1, **whole).run([row])))[0] for row in rows]
+    together = facts(list(engine(7, **whole).run(rows)))
+    assert together == [facts(list(engine(1, **whole).run([row])))[0] for row in rows]
 
 
 @pytest.mark.parametrize("fields", [{"top_p": 0.9}, {"min_p": 0.1}])
@@ -73,7 +73,7 @@ def test_top_p_and_min_p_leave_the_best_pair_alone(fields: dict[str, float]) -> 
     low = mixed_rows(**fields)
     low = [replace(row, sampling=replace(row.sampling, temperature=row.sampling.temperature or 1e-4)) for row in low]
     method = {"num_beams": 3, "drafts_per_layer": 8, "depth": 3}
-    assert found(list(engine(7, **method).run(mixed_rows(**fields)))) == found(list(engine(7, **method).run(low)))
+    assert facts(list(engine(7, **method).run(mixed_rows(**fields)))) == facts(list(engine(7, **method).run(low)))
 
 
 @pytest.mark.parametrize("rule", ["rejection", "with-replacement", "fuzzy"])

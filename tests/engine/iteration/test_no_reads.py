@@ -71,7 +71,7 @@ def test_one_read_per_iteration(method: MethodConfig, allowed: str, monkeypatch:
     if allowed == "none":  # rows with ends and beams of their own
         own = {"ignore_eos": True, "early_stopping": "never"}
         beams = 2 if method.rule in ("coupled", "search") and method.width == "fixed" else None
-        requests[::2] = [replace(one, sampling=replace(one.sampling, **own, num_beams=beams)) for one in requests[::2]]
+        requests[::2] = [replace(row, sampling=replace(row.sampling, **own, num_beams=beams)) for row in requests[::2]]
     results = list(engine.run(requests))
     assert all(result.hypotheses for result in results)
     assert reads.operations > (500 if allowed == "all" else 1000)

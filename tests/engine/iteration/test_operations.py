@@ -16,9 +16,9 @@ MOST = {"coupled": 1428, "search": 1088, "rejection": 2804}
 @pytest.mark.parametrize("rule", MOST)
 def test_an_iteration_launches_no_more_than_it_did(rule: str) -> None:
     method = MethodConfig(rule=rule, num_beams=4, drafts_per_layer=8, depth=4, width="fixed")  # type: ignore[arg-type]
-    found = [counting.outside.total() for counting in count(method, 2)]
-    assert len(found) == 2
-    assert MOST[rule] // 2 < max(found) <= MOST[rule]
+    operations = [counting.outside.total() for counting in count(method, 2)]
+    assert len(operations) == 2
+    assert MOST[rule] // 2 < max(operations) <= MOST[rule]
 
 
 @pytest.mark.skipif(not serves("verify"), reason="kernels of numba do not run here")
@@ -26,5 +26,5 @@ def test_an_iteration_launches_no_more_than_it_did(rule: str) -> None:
 def test_with_kernels_few_operations_are_left(rule: str) -> None:
     """A twentieth above 115, counted on 2026-11-26."""
     method = MethodConfig(rule=rule, num_beams=4, drafts_per_layer=8, depth=4, width="fixed")  # type: ignore[arg-type]
-    found = [counting.outside.total() for counting in count(method, 2, kernels=True)]
-    assert 60 < max(found) <= 121
+    operations = [counting.outside.total() for counting in count(method, 2, kernels=True)]
+    assert 60 < max(operations) <= 121

@@ -44,16 +44,16 @@ def requests(vocabulary: int, samplings: Sequence[SamplingConfig]) -> list[Reque
     ]
 
 
-def found(results: Sequence[RequestResult]) -> list[object]:
+def facts(results: Sequence[RequestResult]) -> list[object]:
     return [[(text.token_ids, text.logprob) for text in result.hypotheses] for result in results]
 
 
 def beside_and_alone(rule: str, vocabulary: int, samplings: Sequence[SamplingConfig]) -> tuple[list[object], ...]:
     rows = requests(vocabulary, samplings)
-    together = found(list(tied_engine(rule, vocabulary, len(rows)).run(rows)))
+    together = facts(list(tied_engine(rule, vocabulary, len(rows)).run(rows)))
     # one engine for rows with stop strings and one for those without, where the code is another
     engines = {stop: tied_engine(rule, vocabulary, 1) for stop in {row.sampling.stop for row in rows}}
-    alone = [found(list(engines[row.sampling.stop].run([row])))[0] for row in rows]
+    alone = [facts(list(engines[row.sampling.stop].run([row])))[0] for row in rows]
     return together, alone
 
 
@@ -119,11 +119,11 @@ def test_a_large_vocabulary_gives_a_row_the_same_bits_in_parts_of_any_size(
     wanted = torch.log_softmax(logits.to(torch.float64), -1)
     for swept in (1, 3 * vocabulary, 1 << 20):  # two rows, three rows or more, and all
         monkeypatch.setattr(candidates, "SWEEP_LOGITS_PER_THREAD", swept)
-        found = top_candidates(logits.view(1, 7, -1), CandidateCount(9))
-        assert torch.equal(found.tokens[0], torch.cat([one.tokens[0] for one in alone]))
-        assert torch.equal(found.logprobs[0], torch.cat([one.logprobs[0] for one in alone]))
+        whole = top_candidates(logits.view(1, 7, -1), CandidateCount(9))
+        assert torch.equal(whole.tokens[0], torch.cat([part.tokens[0] for part in alone]))
+        assert torch.equal(whole.logprobs[0], torch.cat([part.logprobs[0] for part in alone]))
         torch.testing.assert_close(
-            found.logprobs[0], wanted.gather(1, found.tokens[0]).to(torch.float32), rtol=0, atol=1e-5
+            whole.logprobs[0], wanted.gather(1, whole.tokens[0]).to(torch.float32), rtol=0, atol=1e-5
         )
 
 

@@ -42,7 +42,7 @@ def test_they_are_those_of_a_teacher_forced_pass(name: str, gated: bool, monkeyp
     made, target = engine(method)
     if gated:
         goes = cycle([True, False, True, True, False, False, True])
-        monkeypatch.setattr(made._planner, "gate", lambda *given: lambda confidence: next(goes))
+        monkeypatch.setattr(made._planner, "gate", lambda *arguments: lambda confidence: next(goes))
     asks = [SamplingConfig(max_new_tokens=12, n_best=2, token_logprobs=True, top_logprobs=k) for k in (3, 0, 5)]
     plain = SamplingConfig(max_new_tokens=12, n_best=2)
     batch = prompts(9, seed=2)
@@ -62,11 +62,13 @@ def test_they_are_those_of_a_teacher_forced_pass(name: str, gated: bool, monkeyp
             assert [token.logprob for token in beam.tokens] == pytest.approx(want.tolist(), abs=1e-4)
             k = request.sampling.top_logprobs
             best = distribution.topk(k) if k else None
-            for place, token in enumerate(beam.tokens):
+            for position, token in enumerate(beam.tokens):
                 assert len(token.top) == k
                 if best is not None:
-                    assert [value for _, _, value in token.top] == pytest.approx(best.values[place].tolist(), abs=1e-4)
-                    assert [other for other, _, _ in token.top] == best.indices[place].tolist()
+                    assert [value for _, _, value in token.top] == pytest.approx(
+                        best.values[position].tolist(), abs=1e-4
+                    )
+                    assert [other for other, _, _ in token.top] == best.indices[position].tolist()
             lengths.add(len(beam.tokens))
     assert len(lengths) > 1
 
@@ -77,20 +79,20 @@ def test_what_is_recorded_stays_when_a_row_that_asks_for_more_joins() -> None:
     rows = [
         Request(
             prompt_ids=tuple(ids),
-            id=str(place),
-            seed=place,
+            id=str(index),
+            seed=index,
             sampling=SamplingConfig(max_new_tokens=new, token_logprobs=True, top_logprobs=tops),
         )
-        for place, (ids, (new, tops)) in enumerate(zip(prompts(3, seed=2), asks, strict=True))
+        for index, (ids, (new, tops)) in enumerate(zip(prompts(3, seed=2), asks, strict=True))
     ]
     together = [result.hypotheses[0].tokens or () for result in engine(METHODS["plain"], rows=2)[0].run(rows)]
     alone = [engine(METHODS["plain"], rows=1)[0].generate(row).hypotheses[0].tokens or () for row in rows]
-    for found, wanted in zip(together, alone, strict=True):
-        assert [[other for other, _, _ in token.top] for token in found] == [
+    for tokens, wanted in zip(together, alone, strict=True):
+        assert [[other for other, _, _ in token.top] for token in tokens] == [
             [other for other, _, _ in token.top] for token in wanted
         ]
-        for one, other in zip(found, wanted, strict=True):
-            assert [value for _, _, value in one.top] == pytest.approx([value for _, _, value in other.top], abs=1e-4)
+        for token, other in zip(tokens, wanted, strict=True):
+            assert [value for _, _, value in token.top] == pytest.approx([value for _, _, value in other.top], abs=1e-4)
 
 
 def test_an_answer_of_a_list_may_hold_token_0() -> None:
@@ -136,9 +138,9 @@ def test_beams_are_those_of_transformers(method: str) -> None:
         )  # fmt: skip
         for row, beam in zip(out.beam_indices.tolist(), result.hypotheses, strict=True):
             assert beam.tokens is not None
-            found = [token.beam for token in beam.tokens]
-            assert found == row[: len(found)]
-            moved += len(set(found)) > 2
+            beams = [token.beam for token in beam.tokens]
+            assert beams == row[: len(beams)]
+            moved += len(set(beams)) > 2
     assert moved
 
 

@@ -428,7 +428,7 @@ def test_an_iteration_informs_on_all_larger_least_confidences() -> None:
     """Every other forest is sure and passes, the others are unsure and fail. What an iteration kept from the target
     says nothing of choices that would have given it, and all of those that would not."""
     rates, request = PassRates([4, 8], 2, least=(0.0, 0.5, 0.9)), Acceptance()
-    passing, failing = (LayerCounters(reached=1, passed=one, needed=4 * one) for one in (1, 0))
+    passing, failing = (LayerCounters(reached=1, passed=passed, needed=4 * passed) for passed in (1, 0))
     nothing = LayerCounters()
     for _ in range(200):
         rates.count([request], [[passing, passing]], 8, 0.0, [0.7, 0.6])
@@ -453,10 +453,10 @@ def test_seconds_are_of_what_is_drafted_and_of_what_goes_to_the_target() -> None
         seconds = {"draft": 2 * 0.003, "target": 0.05 + 0.001 * shape.nodes(4), "verify": 0.0}
         gate = Gate(0.0, [0], [0.6, 0.6] if turn % 2 else [0.3, 0.3])
         planner.observe(Observation(shape, [request], layers, seconds, gate=gate))
-    found = planner._seconds(1)
-    assert found[planner._index[Shape(2, 8)]] == pytest.approx(0.05 + 0.001 * 20 + 0.003 * 2, rel=0.02)
-    assert found[planner._index[Shape(2, 8, 0.5)]] == pytest.approx(0.05 + 0.001 * 12 + 0.003 * 1.5, rel=0.02)
-    assert found[planner._index[Shape(2, 8, 0.7)]] == pytest.approx(0.05 + 0.001 * 4 + 0.003, rel=0.02)
+    predicted = planner._seconds(1)
+    assert predicted[planner._index[Shape(2, 8)]] == pytest.approx(0.05 + 0.001 * 20 + 0.003 * 2, rel=0.02)
+    assert predicted[planner._index[Shape(2, 8, 0.5)]] == pytest.approx(0.05 + 0.001 * 12 + 0.003 * 1.5, rel=0.02)
+    assert predicted[planner._index[Shape(2, 8, 0.7)]] == pytest.approx(0.05 + 0.001 * 4 + 0.003, rel=0.02)
 
 
 def test_a_gate_goes_by_the_rows_that_run() -> None:
@@ -468,13 +468,13 @@ def test_a_gate_goes_by_the_rows_that_run() -> None:
 
 
 def test_what_is_drafted_is_kept_from_the_target_only_by_auto_on_a_cpu() -> None:
-    for config, gated, found in (
+    for config, gated, expected in (
         (method(), True, True),
         (method(), False, False),
         (MethodConfig(depth=3), True, False),
     ):
         planner = planner_for(config, gated=gated)
-        assert (planner.gate(Shape(2, 8, 0.5), [0]) is not None) == found
+        assert (planner.gate(Shape(2, 8, 0.5), [0]) is not None) == expected
         assert planner.gate(Shape(0, 8), [0]) is None
         if isinstance(planner, AdaptivePlanner):
             assert ({shape.least_confidence for shape in planner._shapes} == {0.0}) != gated

@@ -26,14 +26,14 @@ def test_lives_are_those_of_the_requests_that_ended() -> None:
 def depths(life: int, prompt: int, iterations: int = 1200) -> list[int]:
     """Of requests that take so many iterations each, one at a time."""
     planner, world = AdaptivePlanner(method()), World((0.02, 0.001), 0.001, 0.9, node=0.0005)
-    found, read = list[int](), False
+    chosen, read = list[int](), False
     for number in range(iterations):
         if number % life == 0:
             world.request, read = Acceptance(), False
         shape = world.iterate(planner, DraftWork(0, 0 if read else prompt, prompt))
         read |= shape.depth > 0
-        found.append(shape.depth)
-    return found[iterations // 2 :]
+        chosen.append(shape.depth)
+    return chosen[iterations // 2 :]
 
 
 def test_a_long_prompt_is_not_read_for_a_short_answer() -> None:

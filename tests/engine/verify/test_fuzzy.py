@@ -58,9 +58,9 @@ def distributions(layer: Layer, row: int, distribution: str) -> tuple[dict[Pair,
 def test_divergence_equals_its_oracle(settings: tuple[float, int, float, float], distribution: str, name: str) -> None:
     layer = random_layer(Fuzzy(0.1), 40, 5, settings)
     assert layer.view.drafts is not None
-    found = layer_divergence(layer.view, layer.view.drafts, name, distribution)
+    divergence = layer_divergence(layer.view, layer.view.drafts, name, distribution)
     for row in range(40):
-        assert float(found[row]) == pytest.approx(
+        assert float(divergence[row]) == pytest.approx(
             oracle_divergence(*distributions(layer, row, distribution), name), rel=1e-4, abs=1e-5
         )
 

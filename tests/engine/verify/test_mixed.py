@@ -78,7 +78,7 @@ def test_mixed_layers_equal_their_oracle(scope: str, others: int, settings: tupl
     layer = random_layer(rule, ROWS, 17 + others, settings)
     log_q = redraft(layer, scope, settings, others)
     draws, noise = rule.verify(layer.view), LayerNoise(layer)
-    found = 0
+    taken = 0
     for row in range(ROWS):
         nodes = oracle_nodes(layer, row, scope, log_q)
         width = int(layer.view.width[row])
@@ -91,8 +91,8 @@ def test_mixed_layers_equal_their_oracle(scope: str, others: int, settings: tupl
         real = drafts.valid[row].nonzero().flatten().tolist()
         places = [-1 if draw.source is None else drafts.offset + real[draw.source] for draw in expected.live]
         assert draws.node[row, : len(places)].tolist() == places
-        found += sum(draw.source is not None and nodes[draw.source].distribution is None for draw in expected.live)
-    assert (found > 3) == (others > 0)  # deterministic nodes are taken
+        taken += sum(draw.source is not None and nodes[draw.source].distribution is None for draw in expected.live)
+    assert (taken > 3) == (others > 0)  # deterministic nodes are taken
 
 
 def test_a_layer_without_a_distribution_has_only_deterministic_nodes() -> None:
@@ -123,12 +123,12 @@ def test_fusing_keeps_the_first_and_drops_its_equals() -> None:
     first = drafts([(0, 1), (1, 2)], [-5.0, -6.0], True)
     second = drafts([(0, 3), (1, 2), (1, 4), (0, 5)], [-3.0, -1.0, -2.0, -9.0], False)
     second.valid[0, 3] = False
-    fused, place = merge_nodes(first, second, second.weight, 3)
+    fused, index = merge_nodes(first, second, second.weight, 3)
     assert fused.token.tolist() == [[1, 2, 4]]
     assert fused.above.tolist() == [[0, 1, 1]]
     assert fused.sampled.tolist() == [[True, True, False]]
-    assert place.tolist() == [[-1, 1, 2, -1]]
-    wide, place = merge_nodes(first, second, second.weight, 7)
+    assert index.tolist() == [[-1, 1, 2, -1]]
+    wide, index = merge_nodes(first, second, second.weight, 7)
     assert wide.valid.tolist() == [[True, True, True, True, False, False, False]]
     assert wide.token[0, :4].tolist() == [1, 2, 4, 3]
-    assert place.tolist() == [[3, 1, 2, -1]]
+    assert index.tolist() == [[3, 1, 2, -1]]

@@ -41,7 +41,7 @@ class _Watch(MetaPathFinder):
 
 def watch() -> None:
     """Watch this process from here on; modules that are imported already, too. A second call changes nothing."""
-    if any(isinstance(one, _Watch) for one in sys.meta_path):
+    if any(isinstance(finder, _Watch) for finder in sys.meta_path):
         return
     sys.meta_path.insert(0, _Watch())
     for name, wrap in WRAPPED.items():
@@ -108,22 +108,22 @@ def faults(name: str, value: object) -> list[str]:
     """Return where what a line holds does not fit its schema, and why; of several forms that it may have, for each."""
     if _validator(name).is_valid(value):
         return []
-    found: list[str] = []
+    messages: list[str] = []
     errors = list(_validator(name).iter_errors(value))
-    while errors and len(found) < MOST_FAULTS:
+    while errors and len(messages) < MOST_FAULTS:
         error = errors.pop(0)
         forms = getattr(error.kind, "context", None)
         if forms:
-            errors += [one for form in forms for one in form]
+            errors += [error for form in forms for error in form]
         else:
-            found.append(f"{'.'.join(map(str, error.instance_path)) or 'line'}: {error.message[:300]}")
-    return found
+            messages.append(f"{'.'.join(map(str, error.instance_path)) or 'line'}: {error.message[:300]}")
+    return messages
 
 
 def _check(name: str, text: bytes, value: object) -> None:
     """Note what does not fit. value: what the text holds."""
-    found = faults(name, value)
-    if found and FAULTS_FILE in os.environ:
+    messages = faults(name, value)
+    if messages and FAULTS_FILE in os.environ:
         shown = text[:300].decode(errors="replace")
         with Path(os.environ[FAULTS_FILE]).open("a", encoding="utf-8") as stream:
-            stream.write(f"not as `dsbd schema {name}` says: {'; '.join(found)}\n    {shown}\n")
+            stream.write(f"not as `dsbd schema {name}` says: {'; '.join(messages)}\n    {shown}\n")

@@ -35,18 +35,18 @@ PICKING = [name for name, method in METHODS.items() if method.pick is not None]
 @pytest.mark.parametrize("name", PICKING)
 def test_what_a_choice_has_cost(name: str) -> None:
     """Beams share a row's calls; samples are rows of their own."""
-    found = answers(name, 4, runs=lambda text: True)
-    assert len(found) == 4
-    for one in found:
-        assert one.stats is not None
-        calls = one.stats.target_calls
+    chosen = answers(name, 4, runs=lambda text: True)
+    assert len(chosen) == 4
+    for answer in chosen:
+        assert answer.stats is not None
+        calls = answer.stats.target_calls
         assert (4 <= calls <= 24) if METHODS[name].independent else (1 <= calls <= 6)
 
 
 def test_the_likeliest_of_more_samples_is_likelier() -> None:
-    one, many = answers("best-of-n", 1), answers("best-of-n", 16)
-    assert all(b.logprob is not None and a.logprob is not None for a, b in zip(one, many, strict=True))
-    assert sum((b.logprob or 0) / b.tokens for b in many) > sum((a.logprob or 0) / a.tokens for a in one)
+    single, many = answers("best-of-n", 1), answers("best-of-n", 16)
+    assert all(b.logprob is not None and a.logprob is not None for a, b in zip(single, many, strict=True))
+    assert sum((b.logprob or 0) / b.tokens for b in many) > sum((a.logprob or 0) / a.tokens for a in single)
 
 
 def test_only_mbr_needs_the_package_of_its_utility(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,12 +60,14 @@ def test_only_mbr_needs_the_package_of_its_utility(monkeypatch: pytest.MonkeyPat
 def test_the_first_that_runs() -> None:
     every = answers("beams-exec", 4, runs=lambda text: True)
     none = answers("beams-exec", 4, runs=lambda text: False)
-    best = [one.text for one in answers("beam-search", 4)]
-    assert [one.text for one in every] == [one.text for one in none] == best
+    best = [answer.text for answer in answers("beam-search", 4)]
+    assert [answer.text for answer in every] == [answer.text for answer in none] == best
     other = answers("beams-exec", 4, runs=lambda text: text not in best)
-    assert all(one.text not in best for one in other)
+    assert all(answer.text not in best for answer in other)
 
 
 def test_one_sample_is_one_answer() -> None:
     single = answers("self-consistency", 1)
-    assert [replace(one, stats=None) for one in single] == [replace(one, stats=None) for one in answers("best-of-n", 1)]
+    assert [replace(answer, stats=None) for answer in single] == [
+        replace(answer, stats=None) for answer in answers("best-of-n", 1)
+    ]

@@ -101,8 +101,8 @@ def test_answers_are_those_of_generate(pair: Engine) -> None:
     requests = [Request(id=r.id, seed=derive_seed(0, r.id), prompt=r.prompt, sampling=SAMPLING) for _, r in records]
     engine = Engine(pair.target, pair.draft, pair.codec, MethodConfig(num_beams=3, depth=4))
     best = [result.hypotheses[0] for result in engine.run(requests)]
-    assert row.tokens == sum(one.num_tokens for one in best)
-    assert row.logprob_per_token == pytest.approx(sum(one.logprob for one in best) / row.tokens)
+    assert row.tokens == sum(beam.num_tokens for beam in best)
+    assert row.logprob_per_token == pytest.approx(sum(beam.logprob for beam in best) / row.tokens)
 
 
 def test_what_a_row_promises_holds_after_its_last_window(pair: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,51 +179,53 @@ def test_lines_are_answered_as_generate_answers_them(pair: Engine, name: str, tm
     (setting,) = plan([name], {}).settings
     bench_config = BenchConfig([dataset], [setting], 9, 1, 8, SAMPLING, seed=3)
     (prompts,) = prepare(dataset, pair.codec, 9, 8, None, SAMPLING).windows
-    found = make_runner(pair, setting, bench_config).run(prompts)
+    answers = make_runner(pair, setting, bench_config).run(prompts)
     lines = path.read_bytes().splitlines()
-    requests = [rows.read(line, index=place, number=place + 1).request for place, line in enumerate(lines)]
+    requests = [rows.read(line, index=index, number=index + 1).request for index, line in enumerate(lines)]
     assert isinstance(setting.config, MethodConfig)
     engine = Engine(pair.target, pair.draft if setting.drafts else None, pair.codec, setting.config)
-    wanted = list(engine.run([replace(one, sampling=replace(one.sampling, n_best=1)) for one in requests if one]))
-    assert [one.text for one in found] == [one.text for one in wanted]
-    assert found[0].tokens <= 3
-    assert found[3].text in ("one", "two")
+    wanted = list(
+        engine.run([replace(request, sampling=replace(request.sampling, n_best=1)) for request in requests if request])
+    )
+    assert [answer.text for answer in answers] == [answer.text for answer in wanted]
+    assert answers[0].tokens <= 3
+    assert answers[3].text in ("one", "two")
 
 
 def test_transformers_keeps_to_a_line_s_own_options(pair: Engine, tmp_path: Path) -> None:
     """Each sampling has a comparator of its own; answers come back in the order of the lines."""
     path = tmp_path / "x.jsonl"
-    some = [one for one in OWN_OPTIONS if "allow" not in one]
+    some = [row for row in OWN_OPTIONS if "allow" not in row]
     path.write_text("".join(json.dumps(row) + "\n" for row in some))
     dataset = jsonl_dataset(path, rows=RowReader(SAMPLING))
     (setting,) = plan(["hf-greedy"], {}).settings
     bench_config = BenchConfig([dataset], [setting], 9, 1, 8, SAMPLING)
     (prompts,) = prepare(dataset, pair.codec, 9, 8, None, SAMPLING).windows
     runner = make_runner(pair, setting, bench_config)
-    found = runner.run(prompts)
+    answers = runner.run(prompts)
     greedy = Engine(pair.target, None, pair.codec, MethodConfig(rule="search", num_beams=1, depth=0))
     options = [replace(prompt.sampling(SAMPLING, {}), temperature=1.0, top_k=50) for prompt in prompts]
-    asked = [Request(str(row["prompt"]), sampling=one) for row, one in zip(some, options, strict=True)]
+    asked = [Request(str(row["prompt"]), sampling=sampling) for row, sampling in zip(some, options, strict=True)]
     wanted = [result.hypotheses[0] for result in greedy.run(asked)]
-    assert [one.text for one in found] == [one.text for one in wanted]
-    assert found[0].tokens <= 3
-    assert runner.logprobs(prompts, found) == pytest.approx([one.logprob for one in wanted], abs=1e-3)
+    assert [answer.text for answer in answers] == [answer.text for answer in wanted]
+    assert answers[0].tokens <= 3
+    assert runner.logprobs(prompts, answers) == pytest.approx([answer.logprob for answer in wanted], abs=1e-3)
 
 
 def test_a_line_that_asks_for_much_leaves_less_room_for_its_prompt(pair: Engine, tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text('{"prompt": "question: who met whom", "max_tokens": 90}\n{"prompt": "question: who met whom"}\n')
-    found = prepare(jsonl_dataset(path, rows=RowReader(SAMPLING)), pair.codec, 5, 8, 50, SAMPLING)
-    assert [prompt.record.id for window in found.windows for prompt in window] == ["1"]
-    assert found.notes[0] == "x.jsonl: left out, because prompt and new tokens do not fit the models: 1 record"
+    prepared = prepare(jsonl_dataset(path, rows=RowReader(SAMPLING)), pair.codec, 5, 8, 50, SAMPLING)
+    assert [prompt.record.id for window in prepared.windows for prompt in window] == ["1"]
+    assert prepared.notes[0] == "x.jsonl: left out, because prompt and new tokens do not fit the models: 1 record"
 
 
 def test_records_that_do_not_fit_are_left_out_and_told(pair: Engine, tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text('{"prompt": "%s"}\n{"prompt": "question: who"}\n' % ("word " * 900))
-    found = prepare(jsonl_dataset(path), pair.codec, 5, 8, 100, SamplingConfig())
-    assert [len(window) for window in found.windows] == [1]
-    assert "left out, because prompt and new tokens do not fit the models: 1 record" in found.notes[0]
+    prepared = prepare(jsonl_dataset(path), pair.codec, 5, 8, 100, SamplingConfig())
+    assert [len(window) for window in prepared.windows] == [1]
+    assert "left out, because prompt and new tokens do not fit the models: 1 record" in prepared.notes[0]
     for room in (1, -99_000):  # the second where --max-new-tokens alone is too much
         with pytest.raises(UsageError, match=r"no record of x\.jsonl fits: prompt and new tokens .* lower --max-new"):
             prepare(jsonl_dataset(path), pair.codec, 5, 8, room, SamplingConfig())
@@ -236,5 +238,5 @@ def test_conversations_need_a_template_unless_they_can_be_plain(pair: Engine, tm
     with pytest.raises(UsageError, match=r"record 0: .* chat template"):
         prepare(jsonl_dataset(path), pair.codec, 5, 8, None, SamplingConfig())
     data = Path(__file__).parents[2] / "lab" / "tasks" / "data" / "question.jsonl"
-    found = prepare(open_dataset("mt-bench", data), pair.codec, 2, 8, None, SamplingConfig())
-    assert "given as plain text" in found.notes[-1]
+    prepared = prepare(open_dataset("mt-bench", data), pair.codec, 2, 8, None, SamplingConfig())
+    assert "given as plain text" in prepared.notes[-1]

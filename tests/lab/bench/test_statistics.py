@@ -28,12 +28,12 @@ from dsbd_cli.stats import DrafterStats, LayerStats, RequestStats, StepStats
 
 def test_the_bootstrap_of_a_mean_has_its_known_width() -> None:
     """Of n = 400 coin flips the interval is 1.96 standard errors, 0.049, to each side."""
-    found = bootstrap_mean([0.0, 1.0] * 200)
-    assert found.value == 0.5
+    interval = bootstrap_mean([0.0, 1.0] * 200)
+    assert interval.value == 0.5
     expected = 1.96 * math.sqrt(0.25 / 400)
-    assert found.low == pytest.approx(0.5 - expected, abs=0.004)
-    assert found.high == pytest.approx(0.5 + expected, abs=0.004)
-    assert bootstrap_mean([0.0, 1.0] * 200) == found, "the same on every run"
+    assert interval.low == pytest.approx(0.5 - expected, abs=0.004)
+    assert interval.high == pytest.approx(0.5 + expected, abs=0.004)
+    assert bootstrap_mean([0.0, 1.0] * 200) == interval, "the same on every run"
 
 
 def test_the_bootstrap_of_a_constant_is_the_constant() -> None:
@@ -46,9 +46,9 @@ def test_the_bootstrap_of_a_constant_is_the_constant() -> None:
 )
 def test_the_interval_of_shares_is_wilson_s(right: int, count: int, low: float, high: float) -> None:
     """Values of Newcombe (1998), Statistics in Medicine 17, 857-872, table I, method 3."""
-    found = score_interval([1.0] * right + [0.0] * (count - right))
-    assert found.value == right / count
-    assert (found.low, found.high) == pytest.approx((low, high), abs=5e-5)
+    interval = score_interval([1.0] * right + [0.0] * (count - right))
+    assert interval.value == right / count
+    assert (interval.low, interval.high) == pytest.approx((low, high), abs=5e-5)
     other = score_interval([0.0] * right + [1.0] * (count - right))
     assert (other.low, other.high) == pytest.approx((1 - high, 1 - low), abs=5e-5)
 
@@ -68,12 +68,12 @@ def test_mcnemar_is_that_of_all_sequences_of_a_fair_coin(better: int, worse: int
 def test_the_sign_flip_test_enumerates_few_and_draws_many() -> None:
     few = [0.3, -0.1, 0.2, 0.0, 0.25, -0.05]
     signs = itertools.product((1, -1), repeat=len(few))
-    sums = [abs(sum(sign * value for sign, value in zip(one, few, strict=True))) for one in signs]
-    assert sign_flip(few) == pytest.approx(sum(one >= abs(sum(few)) - 1e-12 for one in sums) / len(sums))
+    sums = [abs(sum(sign * value for sign, value in zip(flips, few, strict=True))) for flips in signs]
+    assert sign_flip(few) == pytest.approx(sum(total >= abs(sum(few)) - 1e-12 for total in sums) / len(sums))
     # many: a normal distribution of the sum, by the central limit theorem
     draws = random.Random(1)
     many = [draws.uniform(-0.9, 1.1) for _ in range(200)]
-    z = abs(sum(many)) / math.sqrt(sum(one * one for one in many))
+    z = abs(sum(many)) / math.sqrt(sum(value * value for value in many))
     assert sign_flip(many) == pytest.approx(math.erfc(z / math.sqrt(2)), abs=0.02)
     assert sign_flip(many) == sign_flip(many), "the same on every run"
 
@@ -103,13 +103,13 @@ def test_methods_are_paired_with_their_baseline_record_by_record() -> None:
         made = tally(setting, {(0, 0): 1.0})
         made.add_answers(
             [BestAnswer("", 1, 0.0, None, None)] * len(values),
-            [{"F1": float(one)} for one in values],
+            [{"F1": float(value)} for value in values],
             [0.0] * len(values),
         )
         tallies.append(made)
-    found = {one.setting.name: tests for one, tests in paired_of(tallies).items()}
-    assert set(found["beam-search W=2"]) == {"hf-beam-search", "greedy"}
-    test = found["beam-search W=2"]["hf-beam-search"]
+    paired = {tally.setting.name: tests for tally, tests in paired_of(tallies).items()}
+    assert set(paired["beam-search W=2"]) == {"hf-beam-search", "greedy"}
+    test = paired["beam-search W=2"]["hf-beam-search"]
     assert (test.baseline, test.records, test.better, test.worse, test.test) == (
         "hf-beam-search W=2",
         3,
@@ -117,16 +117,16 @@ def test_methods_are_paired_with_their_baseline_record_by_record() -> None:
         0,
         "mcnemar",
     )
-    test = found["beam-search W=4"]["hf-beam-search"]
+    test = paired["beam-search W=4"]["hf-beam-search"]
     assert (test.baseline, test.better, test.worse, test.test) == ("hf-beam-search W=4", 1, 1, "sign-flip")
     assert test.difference == pytest.approx(-0.5 / 3)
-    assert found["greedy"]["hf-beam-search"].baseline == "hf-beam-search W=2"
-    assert set(found["hf-beam-search W=2"]) == {"greedy", "beam-search"}
+    assert paired["greedy"]["hf-beam-search"].baseline == "hf-beam-search W=2"
+    assert set(paired["hf-beam-search W=2"]) == {"greedy", "beam-search"}
 
 
 def test_the_middle_half() -> None:
-    found = middle_half([4.0, 1.0, 3.0, 2.0, 5.0])
-    assert (found.value, found.low, found.high) == (3.0, 2.0, 4.0)
+    interval = middle_half([4.0, 1.0, 3.0, 2.0, 5.0])
+    assert (interval.value, interval.low, interval.high) == (3.0, 2.0, 4.0)
 
 
 def settings(*names: str, **sweep: list[int]) -> list[SweepSetting]:
@@ -135,8 +135,8 @@ def settings(*names: str, **sweep: list[int]) -> list[SweepSetting]:
 
 def tally(setting: SweepSetting, speeds: dict[tuple[int, int], float], task: str = "sql") -> Tally:
     made = Tally(task, setting, 8)
-    for place, speed in speeds.items():
-        made.add_time(place, round(100 * speed), EnergyWindow(None, 100.0), None)
+    for window, speed in speeds.items():
+        made.add_time(window, round(100 * speed), EnergyWindow(None, 100.0), None)
     return made
 
 
@@ -154,9 +154,9 @@ def test_ratios_are_of_the_same_window_and_the_same_number_of_beams() -> None:
 
 def test_a_baseline_is_not_compared_with_itself() -> None:
     greedy, beam = settings("greedy", "beam-sampling")
-    one, other = tally(greedy, {(0, 0): 4.0}), tally(beam, {(0, 0): 2.0})
-    assert ratios_of(one, [one, other]) == {"beam-sampling": [2.0]}
-    assert ratios_of(other, [one, other]) == {"greedy": [0.5]}
+    greedy_tally, other = tally(greedy, {(0, 0): 4.0}), tally(beam, {(0, 0): 2.0})
+    assert ratios_of(greedy_tally, [greedy_tally, other]) == {"beam-sampling": [2.0]}
+    assert ratios_of(other, [greedy_tally, other]) == {"greedy": [0.5]}
 
 
 def test_counters_of_requests_are_summed_by_depth() -> None:

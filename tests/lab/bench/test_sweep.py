@@ -28,18 +28,20 @@ def test_every_method_of_the_table_can_be_made_with_the_defaults() -> None:
 
 def test_records_hold_the_settings_of_a_method_and_nothing_else() -> None:
     [setting] = plan(["dsbd-rejection"], {}).settings
-    found = setting.fields()
-    assert list(found)[:6] == ["rule", "num_beams", "drafts_per_layer", "depth", "width", "warp_scope"]
+    fields = setting.fields()
+    assert list(fields)[:6] == ["rule", "num_beams", "drafts_per_layer", "depth", "width", "warp_scope"]
     [wide] = plan(["dsbd-rejection-threshold"], {"width_threshold": [0.8]}).settings
     assert wide.fields()["width_threshold"] == 0.8
-    assert "width_threshold" not in found
-    assert (found["depth"], found["width"], found["adaptive_depth"]) == (4, "fixed", False)
-    assert not [name for name in found if name.startswith("_")]
+    assert "width_threshold" not in fields
+    assert (fields["depth"], fields["width"], fields["adaptive_depth"]) == (4, "fixed", False)
+    assert not [name for name in fields if name.startswith("_")]
 
 
 def test_all_configs_differ() -> None:
     settings = plan(list(METHODS), {}).settings
-    configs = {(one.config, METHODS[one.method].pick, METHODS[one.method].independent) for one in settings}
+    configs = {
+        (setting.config, METHODS[setting.method].pick, METHODS[setting.method].independent) for setting in settings
+    }
     assert len(configs) == len(METHODS)
     assert set(DEFAULT_METHODS) | set(BASELINES) <= set(METHODS)
     assert {axis for method in METHODS.values() for axis in method.axes} <= set(AXES)
@@ -54,13 +56,13 @@ def test_only_drafting_methods_say_so() -> None:
 
 def test_a_sweep_is_the_product_of_the_axes_that_act() -> None:
     sweep = {"num_beams": [2, 4], "depth": [2, 3], "width_threshold": [0.7, 0.9]}
-    found = plan(["greedy", "beam-search", "dsbd-coupled", "dsbd-coupled-threshold"], sweep)
-    names = [setting.name for setting in found.settings]
+    planned = plan(["greedy", "beam-search", "dsbd-coupled", "dsbd-coupled-threshold"], sweep)
+    names = [setting.name for setting in planned.settings]
     assert names[:3] == ["greedy", "beam-search W=2", "beam-search W=4"]
     assert names.count("dsbd-coupled W=4 D=3") == 1
     assert len(names) == 1 + 2 + 4 + 8
     assert len(set(names)) == len(names)
-    assert found.settings[-1].config == MethodConfig(width="threshold:0.9", depth=3)
+    assert planned.settings[-1].config == MethodConfig(width="threshold:0.9", depth=3)
 
 
 def test_the_number_of_drafts_follows_the_beams_as_in_generate() -> None:
@@ -70,10 +72,10 @@ def test_the_number_of_drafts_follows_the_beams_as_in_generate() -> None:
 
 
 def test_points_that_cannot_be_are_left_out_with_the_reason() -> None:
-    found = plan(["dsbd-coupled", "dsbd-memory-saving"], {"num_beams": [1, 6], "drafts_per_layer": [4, 8]})
-    assert "dsbd-coupled W=6 K=4" not in [setting.name for setting in found.settings]
-    assert any("dsbd-coupled W=6 K=4" in note and "6 drafted nodes" in note for note in found.notes)
-    assert any("dsbd-memory-saving W=1" in note and "keeps one beam" in note for note in found.notes)
+    planned = plan(["dsbd-coupled", "dsbd-memory-saving"], {"num_beams": [1, 6], "drafts_per_layer": [4, 8]})
+    assert "dsbd-coupled W=6 K=4" not in [setting.name for setting in planned.settings]
+    assert any("dsbd-coupled W=6 K=4" in note and "6 drafted nodes" in note for note in planned.notes)
+    assert any("dsbd-memory-saving W=1" in note and "keeps one beam" in note for note in planned.notes)
 
 
 def test_a_method_with_no_point_left_is_an_error() -> None:
@@ -105,7 +107,7 @@ def test_names_that_cannot_be(text: str, message: str) -> None:
 
 def test_without_a_draft_only_what_needs_none() -> None:
     names, (said,) = choose_methods("all", draft=False)
-    assert names == [name for name, one in METHODS.items() if not one.drafts]
+    assert names == [name for name, method in METHODS.items() if not method.drafts]
     drafted = [name for name in METHODS if METHODS[name].drafts]
     assert said == f"left out: {', '.join(drafted)}: they need a draft, but there is none: name one with --draft"
     assert choose_methods(None) == (list(DEFAULT_METHODS), ())
@@ -123,9 +125,9 @@ def test_what_cannot_be_run_is_left_out_or_refused_by_name() -> None:
     planned = plan(["greedy", "hf-greedy", "hf-beam-search"], {"num_beams": [2, 4]})
     peers = planned.settings[1:]
     for methods in (None, "all", "all,greedy"):
-        found = planned.without(peers, methods, "it is so")
-        assert [one.name for one in found.settings] == ["greedy"]
-        assert found.notes == (*planned.notes, "left out: hf-greedy, hf-beam-search: it is so")
+        remaining = planned.without(peers, methods, "it is so")
+        assert [setting.name for setting in remaining.settings] == ["greedy"]
+        assert remaining.notes == (*planned.notes, "left out: hf-greedy, hf-beam-search: it is so")
     with pytest.raises(UsageError, match="hf-beam-search cannot be run, because it is so: leave it out"):
         planned.without(peers, "all, hf-beam-search", "it is so")
     assert planned.without([], "greedy", "it is so") is planned

@@ -118,12 +118,12 @@ def no_nvml() -> object:
 )
 def test_without_a_counter_nothing_is_made_up(meter: object, reason: str, tmp_path: Path) -> None:
     assert callable(meter)
-    found = meter(tmp_path)
-    found.start()
-    window = found.stop()
-    assert (window.joules, window.watts, found.source) == (None, None, "unavailable")
-    assert found.measure_idle() is None
-    assert reason in found.reason
+    counter = meter(tmp_path)
+    counter.start()
+    window = counter.stop()
+    assert (window.joules, window.watts, counter.source) == (None, None, "unavailable")
+    assert counter.measure_idle() is None
+    assert reason in counter.reason
 
 
 def test_idle_power_is_measured_over_its_own_window() -> None:

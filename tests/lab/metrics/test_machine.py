@@ -42,10 +42,10 @@ def test_without_a_way_to_reset_there_is_no_peak_of_a_window(tmp_path: Path) -> 
 
 
 def test_the_environment_names_command_versions_and_machine(tmp_path: Path) -> None:
-    found = environment(["bench", "--task", "a b"], "cpu")
-    assert found["command"] == "dsbd bench --task 'a b'"
-    assert found["threads"] == torch.get_num_threads()
-    versions = found["versions"]
+    facts = environment(["bench", "--task", "a b"], "cpu")
+    assert facts["command"] == "dsbd bench --task 'a b'"
+    assert facts["threads"] == torch.get_num_threads()
+    versions = facts["versions"]
     assert isinstance(versions, dict)
     assert {"dsbd", "python", "torch", "transformers"} <= versions.keys()
     (tmp_path / "cpuinfo").write_text("processor : 0\nmodel name\t: Fast One\n")

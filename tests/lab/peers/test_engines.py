@@ -37,15 +37,17 @@ def engine() -> Any:
 def test_ctranslate2_finds_the_beams_that_ours_finds(engine: Any) -> None:
     sampling = SamplingConfig(max_new_tokens=8, n_best=2)
     ids = [engine.codec.encode(prompt) for prompt in PROMPTS]
-    place = Path(resolve("builtin:target").path)
+    folder = Path(resolve("builtin:target").path)
     ours = list(engine.run([Request(prompt, sampling=sampling) for prompt in PROMPTS]))
     config = CTranslateConfig("beam-search", 2)
-    peer = CTranslatePeer(config, place, engine.target, engine.codec, sampling, 2)
-    found = list(peer.run(ids, 0))
-    assert [one.text for one in found] == [one.text for one in ours]
-    assert [len(one.ranked) for one in found] == [2, 2]
-    assert list(map(peer.logprob, ids, found)) == pytest.approx([one.hypotheses[0].logprob for one in ours], abs=1e-3)
-    greedy = CTranslatePeer(CTranslateConfig("greedy"), place, engine.target, engine.codec, sampling, 1)
+    peer = CTranslatePeer(config, folder, engine.target, engine.codec, sampling, 2)
+    answers = list(peer.run(ids, 0))
+    assert [answer.text for answer in answers] == [answer.text for answer in ours]
+    assert [len(answer.ranked) for answer in answers] == [2, 2]
+    assert list(map(peer.logprob, ids, answers)) == pytest.approx(
+        [result.hypotheses[0].logprob for result in ours], abs=1e-3
+    )
+    greedy = CTranslatePeer(CTranslateConfig("greedy"), folder, engine.target, engine.codec, sampling, 1)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(greedy, "stopped", True)
         assert not list(greedy.run(ids, 0))
@@ -65,19 +67,19 @@ def test_llama_cpp_gets_token_ids_and_gives_text(engine: Any, monkeypatch: pytes
         return {"choices": [{"text": "a table", "finish_reason": "stop"}]} if len(asked) == 1 else {"error": "full"}
 
     monkeypatch.setattr(engines, "_server", lambda *_: SimpleNamespace(handle_completions=answer))
-    sampling, place = SamplingConfig(max_new_tokens=8), Path(resolve("builtin:target").path)
+    sampling, folder = SamplingConfig(max_new_tokens=8), Path(resolve("builtin:target").path)
     peer = LlamaPeer(
         LlamaConfig("greedy"),
-        place,
+        folder,
         engine.target,
         engine.codec,
         sampling,
         64,
     )
     prompt = engine.codec.encode(PROMPTS[0])
-    (found,) = peer.run([prompt], 0)
-    assert found.text == "a table"
-    assert found.token_ids == (*engine.codec.encode("a table"), engine.codec.eos_ids[0])
+    (answered,) = peer.run([prompt], 0)
+    assert answered.text == "a table"
+    assert answered.token_ids == (*engine.codec.encode("a table"), engine.codec.eos_ids[0])
     assert (asked[0]["prompt"], asked[0]["n_predict"], asked[0]["cache_prompt"]) == (list(prompt), 8, True)
     with pytest.raises(ModelError, match=r"llama\.cpp fails: .*full"):
         list(peer.run([prompt], 0))
@@ -87,7 +89,7 @@ def test_llama_cpp_itself_gives_the_answers_of_ours(tmp_path: Path, monkeypatch:
     """Room is made for the longest prompt with its answer, and no more is needed."""
     rooms, server = [], engines._server
     monkeypatch.setattr(
-        engines, "_server", lambda place, room, threads: rooms.append(room) or server(place, room, threads)
+        engines, "_server", lambda folder, room, threads: rooms.append(room) or server(folder, room, threads)
     )
     pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
     gguf = pytest.importorskip("tests.helpers.tiny_gguf", reason="gguf is not installed: pip install 'dsbd[gguf]'")
@@ -98,16 +100,16 @@ def test_llama_cpp_itself_gives_the_answers_of_ours(tmp_path: Path, monkeypatch:
     ids = [own.codec.encode(prompt) for prompt in prompts]
     monkeypatch.setattr("dsbd_cli.lab.bench.sweep.METHODS", {**METHODS, **engines.METHODS})
     monkeypatch.setattr("dsbd_cli.lab.bench.runners.METHODS", {**METHODS, **engines.METHODS})
-    found = plan(["llama-cpp-greedy"], {}).settings[0]
-    runner = make_runner(own, found, bench_config(sampling), max(map(len, ids)))
+    setting = plan(["llama-cpp-greedy"], {}).settings[0]
+    runner = make_runner(own, setting, bench_config(sampling), max(map(len, ids)))
     asked = [Prompt(TaskRecord(str(n), prompt, "", {}), tuple(ids[n])) for n, prompt in enumerate(prompts)]
     answers = runner.run(asked)
-    ours = [one.hypotheses[0] for one in own.run([Request(prompt, sampling=sampling) for prompt in prompts])]
-    assert [one.text for one in answers] == [one.text for one in ours]
+    ours = [result.hypotheses[0] for result in own.run([Request(prompt, sampling=sampling) for prompt in prompts])]
+    assert [answer.text for answer in answers] == [answer.text for answer in ours]
     assert rooms == [len(ids[1]) + sampling.max_new_tokens + 1]
     # it hands out no tokens: those of the text are counted, as a reader would
-    assert [one.tokens for one in answers] == [len(own.codec.encode(one.text)) for one in ours]
-    assert all(0 < one.tokens <= 8 for one in answers)
+    assert [answer.tokens for answer in answers] == [len(own.codec.encode(answer.text)) for answer in ours]
+    assert all(0 < answer.tokens <= 8 for answer in answers)
     assert all(logprob < 0 for logprob in runner.logprobs(asked, answers))
 
 

@@ -51,10 +51,10 @@ def test_it_gives_the_texts_of_our_own_search(
     ours = [result.hypotheses[0] for result in Engine(engine.target, None, engine.codec, method).run(requests)]
     runner = peer(engine, kind, num_beams)
     theirs = list(runner.run(prompts, seed=0))
-    assert [one.token_ids for one in theirs] == [one.token_ids for one in ours]
-    assert [one.text for one in theirs] == [one.text for one in ours]
+    assert [answer.token_ids for answer in theirs] == [answer.token_ids for answer in ours]
+    assert [answer.text for answer in theirs] == [answer.text for answer in ours]
     logprobs = list(map(runner.logprob, prompts, theirs))
-    assert logprobs == pytest.approx([one.logprob for one in ours], abs=1e-3)
+    assert logprobs == pytest.approx([answer.logprob for answer in ours], abs=1e-3)
 
 
 def test_it_takes_the_rules_that_transformers_has(engine: Engine, prompts: list[list[int]]) -> None:
@@ -65,7 +65,7 @@ def test_it_takes_the_rules_that_transformers_has(engine: Engine, prompts: list[
     ours = [result.hypotheses[0] for result in Engine(engine.target, None, engine.codec, method).run(requests)]
     asked = {"logit_bias": rules.logit_bias, "bad_words_ids": rules.bad_words_ids}
     theirs = list(peer(engine, "beam-search", 3, **asked).run(prompts, seed=0))
-    assert [one.token_ids for one in theirs] == [one.token_ids for one in ours]
+    assert [answer.token_ids for answer in theirs] == [answer.token_ids for answer in ours]
     with pytest.raises(ModelError, match="transformers' generate has no presence_penalty: leave it out of --methods"):
         peer(engine, "beam-search", 3, token_rules="presence_penalty=1")
 
@@ -74,10 +74,10 @@ def test_only_tokens_up_to_the_end_are_delivered(engine: Engine, prompts: list[l
     assert delivered([5, 6, 0, 0, 7], (0,)) == (5, 6, 0)
     assert delivered([5, 6], (0,)) == (5, 6)
     answers = list(peer(engine, "greedy").run(prompts, seed=0))
-    assert all(one.token_ids.count(0) <= 1 for one in answers)
-    assert len({len(one.token_ids) for one in answers}) > 1, "else no row was padded, and the test shows nothing"
+    assert all(answer.token_ids.count(0) <= 1 for answer in answers)
+    assert len({len(answer.token_ids) for answer in answers}) > 1, "else no row was padded, and the test shows nothing"
     short = list(peer(engine, "greedy", max_new_tokens=2).run(prompts, seed=0))
-    assert [len(one.token_ids) for one in short] == [2] * len(prompts)
+    assert [len(answer.token_ids) for answer in short] == [2] * len(prompts)
 
 
 @pytest.mark.parametrize(("kind", "num_beams"), [("beam-sampling", 3), ("assisted", 1)])
@@ -87,9 +87,9 @@ def test_samplers_go_by_their_seed_and_leave_the_global_one_alone(
     torch.manual_seed(7)
     before = torch.get_rng_state()
     hot = {"temperature": 2.0}
-    first = [one.token_ids for one in peer(engine, kind, num_beams, **hot).run(prompts, seed=1)]
-    again = [one.token_ids for one in peer(engine, kind, num_beams, **hot).run(prompts, seed=1)]
-    other = [one.token_ids for one in peer(engine, kind, num_beams, **hot).run(prompts, seed=2)]
+    first = [answer.token_ids for answer in peer(engine, kind, num_beams, **hot).run(prompts, seed=1)]
+    again = [answer.token_ids for answer in peer(engine, kind, num_beams, **hot).run(prompts, seed=1)]
+    other = [answer.token_ids for answer in peer(engine, kind, num_beams, **hot).run(prompts, seed=2)]
     assert first == again
     assert first != other
     assert torch.equal(torch.get_rng_state(), before)

@@ -39,7 +39,7 @@ def test_a_line_between_and_beyond_its_points() -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "found"),
+    ("method", "expected"),
     [
         (MethodConfig(num_beams=4, drafts_per_layer=8, depth=4), [(2, 8), (8, 8), (4, 4), (4, 16)]),
         (MethodConfig(num_beams=4, drafts_per_layer=5, depth=1), [(2, 5), (1, 4), (1, 10)]),
@@ -50,14 +50,16 @@ def test_a_line_between_and_beyond_its_points() -> None:
         (MethodConfig(num_beams=4, depth=0), []),
     ],
 )
-def test_settings_beside_the_one_in_use(method: MethodConfig, found: list[tuple[int, ...]]) -> None:
+def test_settings_beside_the_one_in_use(method: MethodConfig, expected: list[tuple[int, ...]]) -> None:
     """A layer needs as many drafts as it has live beams, or it never passes."""
-    assert neighbours(method) == [ForestSize(*one) for one in found]
+    assert neighbours(method) == [ForestSize(*size) for size in expected]
 
 
 def test_settings_that_the_drafter_does_not_take_are_not_run() -> None:
     method = MethodConfig(num_beams=2, drafts_per_layer=3, depth=2, drafter="beam+ngram:share=2")
-    assert [one.label for one in neighbours(method)] == ["D=1 K=3", "D=4 K=3", "D=2 K=6"], "K=2 leaves beam no draft"
+    assert [setting.label for setting in neighbours(method)] == ["D=1 K=3", "D=4 K=3", "D=2 K=6"], (
+        "K=2 leaves beam no draft"
+    )
 
 
 def test_the_floor_is_the_larger_of_memory_and_arithmetic() -> None:
@@ -116,7 +118,7 @@ def test_warnings_of_a_busy_machine_and_of_spread() -> None:
 
 def test_notes_say_why_a_slower_run_without_a_draft_is_recommended() -> None:
     now, plain = measured(ForestSize(4, 8, 1), 52.4), measured(NO_DRAFT, 51.1)
-    best = choose([(one.setting, one.tokens_per_s.median) for one in (now, plain)], 4)
+    best = choose([(run.setting, run.tokens_per_s.median) for run in (now, plain)], 4)
     told = " ".join(advice.notes(now, [plain], best))
     assert "speculation pays: 1.03 times" in told
     assert "no draft is recommended all the same: it is within 5% of the fastest" in told

@@ -32,7 +32,7 @@ def profiled(per_node: float, seconds: float, method: MethodConfig = METHOD) -> 
     """Of eight prompts with up to 40 new tokens. per_node: seconds of the target; a tenth of that of the draft."""
     clock, told = HandClock(), list[str]()
     pair = table_pair(2, 8, 0.5)
-    target, draft = (SlowLM(one, clock, per_node / part) for one, part in zip(pair, (1, 10), strict=True))
+    target, draft = (SlowLM(seed, clock, per_node / part) for seed, part in zip(pair, (1, 10), strict=True))
     sampling = SamplingConfig(top_k=0, max_new_tokens=40)
     requests = tuple(Request(id=str(i), seed=i, prompt=f"{i % 8} 1 2", sampling=sampling) for i in range(8))
     budget = Budget(seconds, told.append, clock)
@@ -43,34 +43,34 @@ def profiled(per_node: float, seconds: float, method: MethodConfig = METHOD) -> 
     def render(setting: ForestSize) -> str:
         return setting.label
 
-    found = take_profile(bench, method, 3, "dsbd profile", render)
-    assert found is not None
-    return found, clock, told
+    profile = take_profile(bench, method, 3, "dsbd profile", render)
+    assert profile is not None
+    return profile, clock, told
 
 
 @pytest.mark.parametrize("limit", [None, 20])
 def test_the_nodes_of_a_timed_forward_are_a_forest(limit: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes that saw each other were no forest: the kernels of recurrent layers wrote past their memory."""
-    given: list[ForestInput] = []
+    batches: list[ForestInput] = []
     model, _ = table_pair(2, 8, 0.5)
     monkeypatch.setattr(type(model), "max_positions", limit)
-    monkeypatch.setattr(model, "forward", given.append)
+    monkeypatch.setattr(model, "forward", batches.append)
     _one_forward(model, 32, 5, lambda: 0.0)
-    for batch in given:
+    for batch in batches:
         seen = batch.mask[0].gather(1, batch.slots.expand(5, -1))
         assert torch.equal(seen, torch.eye(5, dtype=torch.bool))  # themselves alone
         last = 27 if limit is None else limit - 1
         assert batch.positions.tolist() == [[last] * 5]
         before = batch.mask[0] & (batch.slot_positions[0] < last)
         assert before.sum(1).tolist() == [last] * 5  # and all that stands before them
-    assert len(given) == 2
+    assert len(batches) == 2
 
 
 def test_fast_models_are_measured_whole() -> None:
-    found, clock, _ = profiled(1e-6, 60)
-    assert (found.left_out, found.repeats, found.prompts, found.complete) == ((), 3, 8, True)
+    profile, clock, _ = profiled(1e-6, 60)
+    assert (profile.left_out, profile.repeats, profile.prompts, profile.complete) == ((), 3, 8, True)
     assert clock.now < 60
-    assert {one.setting.label for one in found.tried} == {"no draft", "D=1 K=4", "D=4 K=4", "D=2 K=2", "D=2 K=8"}
+    assert {run.setting.label for run in profile.tried} == {"no draft", "D=1 K=4", "D=4 K=4", "D=2 K=2", "D=2 K=8"}
 
 
 @pytest.mark.parametrize("per_node", [0.01, 0.1])
@@ -78,14 +78,14 @@ def test_fast_models_are_measured_whole() -> None:
 def test_slow_models_keep_to_the_time_and_say_what_is_missing(per_node: float, method: MethodConfig) -> None:
     """At a tenth of a second per node a single forward of the forest takes a second, and one run of all prompts an
     hour."""
-    found, clock, told = profiled(per_node, 60, method)
+    profile, clock, told = profiled(per_node, 60, method)
     assert clock.now <= 66, "what a run takes is an estimate"
-    assert found.now.tokens > 0
-    assert found.left_out or not method.depth
-    assert not found.left_out or any("left out, because --seconds is 60: " in note for note in found.notes)
+    assert profile.now.tokens > 0
+    assert profile.left_out or not method.depth
+    assert not profile.left_out or any("left out, because --seconds is 60: " in note for note in profile.notes)
     assert told[:3] == ["timing one forward", "warming up", *told[2:3]]
     if method.depth:
-        assert "no draft" in [one.setting.label for one in found.tried], "it is worth most"
+        assert "no draft" in [run.setting.label for run in profile.tried], "it is worth most"
 
 
 def test_a_profile_of_a_single_run_can_be_shown() -> None:
@@ -96,16 +96,16 @@ def test_a_profile_of_a_single_run_can_be_shown() -> None:
 def test_the_table_fits_the_terminal(width: int) -> None:
     """Guards cells that are cut and numbers that are wrapped."""
     wide = MethodConfig(rule="rejection", num_beams=4, drafts_per_layer=8, depth=6, width="threshold:min=2")
-    found, _, _ = profiled(1e-6, 60, wide)
+    profile, _, _ = profiled(1e-6, 60, wide)
     stream = io.StringIO()
     screen = Screen(stream)
     screen.width = width
-    print_profile(found, screen)
+    print_profile(profile, screen)
     text = stream.getvalue()
     assert max(map(len, text.splitlines())) <= width
     assert "…" not in text
     (line,) = [line for line in text.splitlines() if line.startswith((">D", ">*D"))]
-    assert found.now.setting.label in line
+    assert profile.now.setting.label in line
     cells = "speed", "range", "steps", "width", "draft", "target", "verify", "other", "floor", "peak"
     assert len(line.partition("W_min=2")[2].split()) == len(cells), "on one line"
 
@@ -126,10 +126,10 @@ def test_where_time_is_short_a_setting_that_was_run_is_recommended(monkeypatch: 
         return choose(speeds, beams)
 
     monkeypatch.setattr(advice, "choose", seen)
-    found, _, _ = profiled.__wrapped__(0.1, 30)
-    assert {setting for setting, _ in compared[-1]} <= {one.setting for one in (found.now, *found.tried)}
-    assert found.best == choose(compared[-1], METHOD.num_beams)
-    assert found.recommended_command == found.best.label
+    profile, _, _ = profiled.__wrapped__(0.1, 30)
+    assert {setting for setting, _ in compared[-1]} <= {run.setting for run in (profile.now, *profile.tried)}
+    assert profile.best == choose(compared[-1], METHOD.num_beams)
+    assert profile.recommended_command == profile.best.label
 
 
 def test_a_budget_counts_from_its_start() -> None:

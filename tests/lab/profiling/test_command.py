@@ -39,22 +39,22 @@ def test_a_whole_profile(dsbd: Dsbd, prompts: Path, tmp_path: Path) -> None:
     for part in PARTS:
         assert part in done.out
     assert re.search(r"Iteration 2 of prompt row 0: rule \w+, D=\d+; this target call yielded \d steps?\n", done.out)
-    found = json.loads(path.read_text())
-    assert found["schema"] == "dsbd.profile/1"
-    assert found["command"].startswith("dsbd profile --input")
-    assert found["machine"]["versions"]["dsbd"]
-    phases = found["now"]["phases"]
-    assert [one["name"] for one in phases] == [
+    profile = json.loads(path.read_text())
+    assert profile["schema"] == "dsbd.profile/1"
+    assert profile["command"].startswith("dsbd profile --input")
+    assert profile["machine"]["versions"]["dsbd"]
+    phases = profile["now"]["phases"]
+    assert [phase["name"] for phase in phases] == [
         "tokenise", "prefill", "draft", "target", "verify", "compact", "detokenise", "write", "other",
     ]  # fmt: skip
-    assert sum(one["share"] for one in phases) == pytest.approx(1.0)
-    assert all(one["total_s"] > 0 for one in phases)
-    assert {one["setting"]["depth"] for one in (found["now"], *found["tried"])} == {0, 1, 2, 4}
-    assert all(one["forward"]["seconds"] > 0 for one in (found["now"], *found["tried"]))
-    assert all(one["peak_memory_bytes"] for one in (found["now"], *found["tried"]))
-    assert [one["depth"] for one in found["acceptance"]] == [1, 2]
-    assert found["forest"]["iteration"] == 2
-    assert [one.name for one in tmp_path.iterdir() if one.name.startswith(".")] == []
+    assert sum(phase["share"] for phase in phases) == pytest.approx(1.0)
+    assert all(phase["total_s"] > 0 for phase in phases)
+    assert {run["setting"]["depth"] for run in (profile["now"], *profile["tried"])} == {0, 1, 2, 4}
+    assert all(run["forward"]["seconds"] > 0 for run in (profile["now"], *profile["tried"]))
+    assert all(run["peak_memory_bytes"] for run in (profile["now"], *profile["tried"]))
+    assert [rate["depth"] for rate in profile["acceptance"]] == [1, 2]
+    assert profile["forest"]["iteration"] == 2
+    assert [file.name for file in tmp_path.iterdir() if file.name.startswith(".")] == []
 
 
 def test_numbers_that_cannot_be_written_in_the_end_are_printed(
@@ -75,9 +75,9 @@ def test_files_may_have_any_bytes(dsbd: Dsbd, prompts: Path, tmp_path: Path) -> 
     path = tmp_path / "p.json"
     done = dsbd("profile", "--input", str(named), *FEW, "--records", "1", "--json", str(path), "-q")
     assert done.code == 0
-    found = json.loads(path.read_text())
-    assert "x\ufffd.jsonl" in found["command"]
-    assert "x\ufffd.jsonl" in found["recommended_command"]
+    profile = json.loads(path.read_text())
+    assert "x\ufffd.jsonl" in profile["command"]
+    assert "x\ufffd.jsonl" in profile["recommended_command"]
 
 
 def test_without_a_draft_and_with_threshold_width(dsbd: Dsbd, prompts: Path) -> None:
@@ -104,8 +104,8 @@ def test_the_forest_of_two_drafters_says_who_proposed(dsbd: Dsbd, prompts: Path,
     assert all(node["proposer"] is None for node in nodes if node["state"] in ("root", "completed"))
     assert "  ngram" in done.out
     rates = json.loads(written.read_text())["drafters"]
-    assert [one["name"] for one in rates] == ["beam", "ngram"]
-    assert all(0 <= one["accepted"] <= one["drafted"] for one in rates)
+    assert [rate["name"] for rate in rates] == ["beam", "ngram"]
+    assert all(0 <= rate["accepted"] <= rate["drafted"] for rate in rates)
     assert min(rates[0]["accepted"], rates[1]["drafted"]) > 0
     said = " ".join(done.out.split())
     assert f"beam {rates[0]['accepted']} of {rates[0]['drafted']} nodes" in said
@@ -114,8 +114,8 @@ def test_the_forest_of_two_drafters_says_who_proposed(dsbd: Dsbd, prompts: Path,
 
 @pytest.mark.parametrize("tree", ["greedy", "top-k"])
 def test_the_head_says_how_a_dynamic_tree_is_chosen(dsbd: Dsbd, prompts: Path, tree: str) -> None:
-    one = ("--records", "1", "--drafter", f"dynamic-tree:{tree}", "--verify", "rejection")
-    done = dsbd("profile", "--input", str(prompts), *FEW, *one)
+    options = ("--records", "1", "--drafter", f"dynamic-tree:{tree}", "--verify", "rejection")
+    done = dsbd("profile", "--input", str(prompts), *FEW, *options)
     assert (done.code, done.faults) == (0, [])
     assert f"dynamic-tree ({tree}) D=2 K=3" in done.out
 
@@ -125,7 +125,7 @@ def test_without_a_draft_no_phase_is_called_draft(dsbd: Dsbd, prompts: Path, tmp
     plain = ("--records", "1", "--repeats", "1", "--draft", "none")
     done = dsbd("profile", "--input", str(prompts), *plain, "--json", str(written))
     assert done.code == 0
-    names = [one["name"] for one in json.loads(written.read_text())["now"]["phases"]]
+    names = [phase["name"] for phase in json.loads(written.read_text())["now"]["phases"]]
     assert "draft" not in names
     assert {"target", "verify", "other"} < set(names)
 
@@ -301,11 +301,11 @@ def test_a_signal_while_a_run_is_made_ends_that_run(dsbd: Dsbd, prompts: Path, m
 def test_what_is_measured_is_said_in_plain_lines(dsbd: Dsbd, prompts: Path) -> None:
     done = dsbd("profile", "--input", str(prompts), *FEW, "--records", "1")
     lines = [line for line in done.err.splitlines() if not line.startswith("dsbd: measured: ")]
-    found = [line.removeprefix("dsbd: measured: ") for line in done.err.splitlines() if line not in lines]
-    assert [line.partition(": ")[0] for line in found[:4]] == [
+    measured = [line.removeprefix("dsbd: measured: ") for line in done.err.splitlines() if line not in lines]
+    assert [line.partition(": ")[0] for line in measured[:4]] == [
         "one forward of the target", "one forward of the draft", "D=2 K=3", "no draft",
     ]  # fmt: skip
-    assert found[2].endswith(" tokens/s, the first run")
+    assert measured[2].endswith(" tokens/s, the first run")
     assert lines[:4] == [
         "dsbd: loading the models",
         "dsbd: timing one forward",
@@ -317,7 +317,7 @@ def test_what_is_measured_is_said_in_plain_lines(dsbd: Dsbd, prompts: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("given", "setting"),
+    ("method_options", "setting"),
     [
         (MethodOptions(verify="coupled", memory_saving=True), ForestSize(3, 12)),
         (MethodOptions(verify="rejection", width="threshold:min=1"), ForestSize(3, 12, 2)),
@@ -325,11 +325,11 @@ def test_what_is_measured_is_said_in_plain_lines(dsbd: Dsbd, prompts: Path) -> N
         (MethodOptions(num_beams=6, drafts_per_layer=9), NO_DRAFT),
     ],
 )
-def test_the_recommended_command_is_one_that_generate_takes(given: MethodOptions, setting: ForestSize) -> None:
+def test_the_recommended_command_is_one_that_generate_takes(method_options: MethodOptions, setting: ForestSize) -> None:
     """Guards against options that contradict each other, and against a setting that is lost on the way."""
     words = shlex.split(
         _renderer(
-            given_options(PairOptions(), given),
+            given_options(PairOptions(), method_options),
             PromptOptions(input=Path("my prompts.jsonl"), files_under=Path("my files")),
         )(setting)
     )
@@ -345,13 +345,13 @@ def test_the_recommended_command_is_one_that_generate_takes(given: MethodOptions
         width=settings.get("width"),
     )
     pair = PairOptions(draft=options.get("--draft"))
-    found = run_settings(pair, method, SamplingOptions(), DeviceOptions(), RowOptions()).method
-    assert found.depth == setting.depth
+    parsed = run_settings(pair, method, SamplingOptions(), DeviceOptions(), RowOptions()).method
+    assert parsed.depth == setting.depth
     if setting.depth:
-        assert found.drafts_per_layer == setting.drafts_per_layer
-        assert setting.min_width is None or (found.width, found.value(MIN_WIDTH)) == ("threshold", setting.min_width)
-    assert found.rule == (given.verify or "coupled")
-    assert settings.get("memory-saving") == ("true" if given.memory_saving else None)
+        assert parsed.drafts_per_layer == setting.drafts_per_layer
+        assert setting.min_width is None or (parsed.width, parsed.value(MIN_WIDTH)) == ("threshold", setting.min_width)
+    assert parsed.rule == (method_options.verify or "coupled")
+    assert settings.get("memory-saving") == ("true" if method_options.memory_saving else None)
 
 
 @pytest.mark.parametrize(
@@ -382,16 +382,16 @@ def test_the_recommended_command_is_one_that_generate_takes(given: MethodOptions
 def test_the_recommended_command_leaves_defaults_out(
     groups: tuple[object, ...], setting: ForestSize, words: str
 ) -> None:
-    given = {type(group) for group in groups}
-    whole = given_options(*groups, *[kind() for kind in (PairOptions, MethodOptions) if kind not in given])
+    kinds = {type(group) for group in groups}
+    whole = given_options(*groups, *[kind() for kind in (PairOptions, MethodOptions) if kind not in kinds])
     assert _renderer(whole, PromptOptions())(setting) == f"dsbd generate {words} --input prompts.jsonl"
     as_chat = PromptOptions(input=Path("x.jsonl"), chat=True)
     assert _renderer(whole, as_chat)(setting) == f"dsbd generate {words} --chat --input x.jsonl"
 
 
 def test_words_of_options() -> None:
-    given = MethodOptions(num_beams=3, memory_saving=False, decode="search")
-    assert option_words(given_options(replace(given, depth="2", decode=None))) == [
+    options = MethodOptions(num_beams=3, memory_saving=False, decode="search")
+    assert option_words(given_options(replace(options, depth="2", decode=None))) == [
         "--num-beams",
         "3",
         "--depth",
@@ -439,11 +439,11 @@ def test_lookups_are_profiled_without_a_draft_model(dsbd: Dsbd, prompts: Path, t
     said = " ".join(done.out.split())
     assert "drafter ngram runs no draft model: its phase draft is look-ups" in said
     assert "ngram D=4 K=3" in said
-    found = json.loads(path.read_text())
-    assert (found["draft"], found["drafter"]) == (None, "ngram")
-    phases = {one["name"]: one["total_s"] for one in found["now"]["phases"]}
+    profile = json.loads(path.read_text())
+    assert (profile["draft"], profile["drafter"]) == (None, "ngram")
+    phases = {phase["name"]: phase["total_s"] for phase in profile["now"]["phases"]}
     assert phases["draft"] > 0
-    assert sum(one["reached"] for one in found["acceptance"]) > 0
+    assert sum(rate["reached"] for rate in profile["acceptance"]) > 0
 
 
 def test_retrieval_is_profiled_with_its_index(dsbd: Dsbd, prompts: Path, tmp_path: Path) -> None:
@@ -468,10 +468,10 @@ def test_a_bridge_is_profiled_and_says_that_it_reads_the_host(dsbd: Dsbd, tmp_pa
     said = " ".join(done.out.split())
     assert "drafter bridge reads the host in its phase draft by design" in said
     assert re.search(r"its draft runs \d+\.\d forwards an iteration", said)
-    found = json.loads(path.read_text())
-    phases = found["now"]["phases"]
-    assert sum(one["share"] for one in phases) == pytest.approx(1.0)
-    assert all(one["total_s"] >= 0 for one in phases)
+    profile = json.loads(path.read_text())
+    phases = profile["now"]["phases"]
+    assert sum(phase["share"] for phase in phases) == pytest.approx(1.0)
+    assert all(phase["total_s"] >= 0 for phase in phases)
 
 
 def test_depth_auto_is_refused_with_the_reason(dsbd: Dsbd) -> None:

@@ -39,10 +39,10 @@ def test_the_size_of_a_model_counts_shared_weights_once(tied: bool) -> None:
     module = build("llama", tie_word_embeddings=tied, hidden_size=64, intermediate_size=96)
     size = size_of(CausalForestModel(module, "tiny"))
     assert size is not None
-    parameters = sum(one.numel() for one in module.parameters())
+    parameters = sum(parameter.numel() for parameter in module.parameters())
     table = module.get_input_embeddings().weight.numel()
     read = parameters if tied else parameters - table
-    buffers = sum(one.numel() * one.element_size() for one in module.buffers())
+    buffers = sum(buffer.numel() * buffer.element_size() for buffer in module.buffers())
     assert size.held_bytes == parameters * 4 + buffers
     assert size.flops_per_node == 2 * read
     assert size.read_bytes == size.held_bytes - (0 if tied else table * 4)
@@ -58,7 +58,7 @@ def test_packed_weights_are_counted_as_they_are_stored(way: str, tied: bool, mon
             pytest.skip("does not serve on this processor")
         module = build("llama", tie_word_embeddings=tied, hidden_size=64, intermediate_size=96)
         size = size_of(CausalForestModel(module, "tiny"))
-        linears = [(one.out_features, one.in_features) for _, _, one in plain_linears(module, least=1)]
+        linears = [(linear.out_features, linear.in_features) for _, _, linear in plain_linears(module, least=1)]
         more = [-outputs % 64 if way == "CompiledLinear" else max(0, 64 - outputs) for outputs, _ in linears]
         filled = sum(outputs * inputs for outputs, (_, inputs) in zip(more, linears, strict=True))
         assert filled
@@ -87,13 +87,13 @@ def test_one_forward_of_a_real_model_is_measured() -> None:
 
 def test_a_run_is_split_into_phases_without_remainder() -> None:
     run = bench().timed(METHOD)
-    phases = {one.name: one.total_s for one in phases_of(run)}
+    phases = {phase.name: phase.total_s for phase in phases_of(run)}
     assert sum(phases.values()) == pytest.approx(run.seconds)
     assert set(PHASES) <= set(phases)
     stats = [result.stats for result in run.results]
-    assert phases["draft"] == pytest.approx(sum(one.draft_s for one in stats))
-    assert phases["target"] == pytest.approx(sum(one.target_s for one in stats))
-    assert phases["verify"] + phases["compact"] == pytest.approx(sum(one.verify_s for one in stats))
+    assert phases["draft"] == pytest.approx(sum(stat.draft_s for stat in stats))
+    assert phases["target"] == pytest.approx(sum(stat.target_s for stat in stats))
+    assert phases["verify"] + phases["compact"] == pytest.approx(sum(stat.verify_s for stat in stats))
     assert phases["compact"] > 0
     assert len(run.log._spans["compact"]) == run.log.iterations
 
@@ -138,7 +138,7 @@ def test_prompts_are_counted_where_several_answers_are_asked_for() -> None:
     target, _ = table_pair(1, 9, 0.0, {2: 1.0})
     encoder = Encoder.alone(target, NumberCodec(9, (2,)), MethodConfig(num_beams=3, depth=0))
     asked = [Request(prompt_ids=(3, 4, 5), sampling=SamplingConfig(n_best=count)) for count in (1, 3, 4)]
-    assert [_prompt_tokens(encoder, one) for one in asked] == [3, 3, 0], "four of three beams cannot be had"
+    assert [_prompt_tokens(encoder, request) for request in asked] == [3, 3, 0], "four of three beams cannot be had"
 
 
 def test_settings_and_methods_go_back_and_forth() -> None:

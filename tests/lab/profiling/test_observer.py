@@ -87,20 +87,20 @@ def test_watching_changes_no_text(method: MethodConfig) -> None:
 
 def test_no_kernel_works_behind_the_back_of_an_observer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards profiles on a GPU, where kernels would draft and verify, and graphs repeat, without telling anybody."""
-    one = object.__new__(iteration.Iteration)
-    vars(one).update(ops=Ops(), observer=Observer(), legal=None, forest=None, rule=None, endings=None)
-    vars(one).update(state=SimpleNamespace(own_ids=None))
-    vars(one).update(best_tokens=lambda: None, context=SimpleNamespace(keys=None))
-    vars(one).update(drafter=SimpleNamespace(by_kernel=True, learn=lambda *_: None))
+    step = object.__new__(iteration.Iteration)
+    vars(step).update(ops=Ops(), observer=Observer(), legal=None, forest=None, rule=None, endings=None)
+    vars(step).update(state=SimpleNamespace(own_ids=None))
+    vars(step).update(best_tokens=lambda: None, context=SimpleNamespace(keys=None))
+    vars(step).update(drafter=SimpleNamespace(by_kernel=True, learn=lambda *_: None))
     monkeypatch.setattr(iteration, "verification_kernel", lambda *_: "kernel")
     monkeypatch.setattr(iteration, "verify_with_kernel", lambda *_: "by the kernel")
     monkeypatch.setattr(iteration, "verify_forest", lambda *_: "by tensor code")
-    one.verify()
-    assert one.outcome == "by the kernel"
-    one.observer = Counting()
-    one.verify()
-    assert one.outcome == "by tensor code"
-    assert one._draft_kernel(ForestSizes(3, 8, 2, 64)) is None
+    step.verify()
+    assert step.outcome == "by the kernel"
+    step.observer = Counting()
+    step.verify()
+    assert step.outcome == "by tensor code"
+    assert step._draft_kernel(ForestSizes(3, 8, 2, 64)) is None
     monkeypatch.undo()
     looked_at = engine_of(METHODS[0])
     seen = Counting()
@@ -117,13 +117,13 @@ def test_the_acceptance_of_a_profile_is_what_the_walks_looked_at() -> None:
     requests = tuple(Request(id=str(i), seed=i, prompt=f"{i % 5} {i % 7}", sampling=sampling) for i in range(6))
     loaded = Engine(target, draft, NumberCodec(VOCABULARY, (3,)), info=EngineInfo("t", "d", "float32", "cpu"))
     pair = ProfiledPair(loaded, requests, 3)
-    found = pair.timed(METHODS[0], log_steps=True)
-    steps = [one for result in found.results for one in result.stats.step_log]
-    rates = depth_rates(found.stats, found.method.depth)
-    assert [one.depth for one in rates] == [1, 2, 3]
-    assert rates[0].reached == len([one for one in steps if one.layers])
+    run = pair.timed(METHODS[0], log_steps=True)
+    steps = [step for result in run.results for step in result.stats.step_log]
+    rates = depth_rates(run.stats, run.method.depth)
+    assert [rate.depth for rate in rates] == [1, 2, 3]
+    assert rates[0].reached == len([step for step in steps if step.layers])
     for depth, rate in enumerate(rates):
-        assert rate.passed == sum(one.passed_layers > depth for one in steps)
+        assert rate.passed == sum(step.passed_layers > depth for step in steps)
     for above, below in pairwise(rates):
         assert 0 < below.reached <= above.passed < above.reached
 
@@ -136,5 +136,5 @@ def test_nodes_and_slots_are_the_engines_own() -> None:
         (result,) = run(engine, 1)
         steps = result.stats.step_log
         assert (log.iterations, log.rows) == (len(steps), len(steps))
-        assert log.nodes == sum(one.nodes for one in steps)
-        assert log.slots == sum(one.kv_slots for one in steps)
+        assert log.nodes == sum(step.nodes for step in steps)
+        assert log.slots == sum(step.kv_slots for step in steps)

@@ -46,13 +46,13 @@ def show(
 def distribution_of(table: Tensor, paths: list[list[int]], normalised: bool) -> dict[tuple[int, ...], float]:
     """exp(sum of log p) of every continuation of the paths, by path; each starts with the two prompt tokens."""
     logs = torch.log_softmax(table.double(), -1)
-    found = {}
+    weights = {}
     for path in paths:
         weight = sum(float(logs[path[i - 2], path[i - 1], path[i]]) for i in range(2, len(path)))
         for token in range(table.shape[-1]):
-            found[*path, token] = weight + float(logs[path[-2], path[-1], token])
-    total = float(torch.logsumexp(torch.tensor(list(found.values()), dtype=torch.float64), 0)) if normalised else 0.0
-    return {path: float(torch.tensor(value - total).exp()) for path, value in found.items()}
+            weights[*path, token] = weight + float(logs[path[-2], path[-1], token])
+    total = float(torch.logsumexp(torch.tensor(list(weights.values()), dtype=torch.float64), 0)) if normalised else 0.0
+    return {path: float(torch.tensor(value - total).exp()) for path, value in weights.items()}
 
 
 def path_of(forest: ShownForest, node: ShownNode) -> list[int]:
@@ -129,8 +129,8 @@ def test_states_follow_from_the_parents(name: str) -> None:
 def test_an_end_that_nobody_drafted_is_shown_as_finished() -> None:
     target, draft = table_pair(4, VOCABULARY, 0.2, {5: 2.0})
     method = MethodConfig(num_beams=4, drafts_per_layer=4, depth=2)
-    found = [show(target, draft, method, 1, seed, eos=(5,)) for seed in range(12)]
-    ended = [node for forest in found for node in forest.nodes if node.state == "finished"]
+    forests = [show(target, draft, method, 1, seed, eos=(5,)) for seed in range(12)]
+    ended = [node for forest in forests for node in forest.nodes if node.state == "finished"]
     assert ended
     assert {node.token for node in ended} == {"5"}
     assert all(node.p is not None and node.p > 0 for node in ended)

@@ -37,9 +37,9 @@ from dsbd_cli.lab.reports.bench_table import print_report
 from dsbd_cli.lab.reports.screen import Screen
 
 
-def row(task: str, method: str, place: int, setting: str = "") -> BenchRow:
+def row(task: str, method: str, index: int, setting: str = "") -> BenchRow:
     drafts = method.startswith("dsbd")
-    scores = {} if task == "mt-bench" else {"exact match": Interval(0.5 + place / 60, 0.4, 0.7)}
+    scores = {} if task == "mt-bench" else {"exact match": Interval(0.5 + index / 60, 0.4, 0.7)}
     if task == "qa":
         scores["F1"] = Interval(0.66, 0.6, 0.7)
     return BenchRow(
@@ -56,13 +56,13 @@ def row(task: str, method: str, place: int, setting: str = "") -> BenchRow:
         seconds=50.0,
         scores=scores,
         logprob_per_token=-0.123,
-        tokens_per_s=Interval(150.0 - 7 * place, 90.0, 110.0),
+        tokens_per_s=Interval(150.0 - 7 * index, 90.0, 110.0),
         ratios={"beam-sampling": Interval(1.25, 1.2, 1.31), "greedy": Interval(0.5, 0.45, 0.55)},
         steps_per_call=2.5 if drafts else 1.0,
         passed_by_depth=(0.8, 0.5, 0.3, 0.1) if drafts else (),
         kv_peak_bytes=3 * 2**20,
         peak_memory_bytes=2**30,
-        energy=Energy("nvml", 0.25, 0.125, 30.0, 90.0) if place else Energy(),
+        energy=Energy("nvml", 0.25, 0.125, 30.0, 90.0) if index else Energy(),
     )
 
 
@@ -86,7 +86,7 @@ RUN = {
 
 def report(tasks: tuple[str, ...] = ("qa",), settings: tuple[str, ...] = ("",)) -> BenchReport:
     rows = [
-        row(task, name, place, setting) for task in tasks for place, name in enumerate(METHODS) for setting in settings
+        row(task, name, index, setting) for task in tasks for index, name in enumerate(METHODS) for setting in settings
     ]
     return BenchReport(rows, ENVIRONMENT, RUN, ["a note"], complete=True)
 
@@ -140,9 +140,9 @@ def test_one_table_a_task_has_as_many_columns_as_fit(
 
 
 def test_columns_without_a_measurement_are_left_out() -> None:
-    def said(one: BenchReport) -> str:
+    def said(bench_report: BenchReport) -> str:
         stream = Terminal()
-        print_report(one, stream)
+        print_report(bench_report, stream)
         return stream.getvalue()
 
     assert "J/token" not in said(BenchReport([row("sql", "greedy", 0)], {}, {}))
@@ -160,9 +160,9 @@ def test_a_table_that_cannot_fit_is_wider_than_the_screen_and_whole(monkeypatch:
 
 
 def test_titles_and_ranges_say_what_there_is() -> None:
-    one = dataclasses.replace(row("sql", "greedy", 0), records=1, ratios={"greedy": Interval(0.47, 0.47, 0.47)})
+    bench_row = dataclasses.replace(row("sql", "greedy", 0), records=1, ratios={"greedy": Interval(0.47, 0.47, 0.47)})
     stream = io.StringIO()
-    print_report(BenchReport([one], {"threads": 1}, {}), stream)
+    print_report(BenchReport([bench_row], {"threads": 1}, {}), stream)
     text = stream.getvalue()
     assert "sql, 1 record  " in text
     assert "1 thread;" in text
@@ -190,9 +190,9 @@ def test_every_json_line_is_complete_by_itself() -> None:
 def test_settings_that_do_not_act_are_null() -> None:
     def written(**changed: object) -> dict[str, object]:
         config = MethodConfig.of(changed)
-        one = dataclasses.replace(row("sql", "greedy", 0), settings=SweepSetting("greedy", "", config).fields())
-        found: dict[str, object] = json.loads(json_lines(BenchReport([one], ENVIRONMENT, RUN)))["settings"]
-        return found
+        bench_row = dataclasses.replace(row("sql", "greedy", 0), settings=SweepSetting("greedy", "", config).fields())
+        settings: dict[str, object] = json.loads(json_lines(BenchReport([bench_row], ENVIRONMENT, RUN)))["settings"]
+        return settings
 
     plain = written(depth=0)
     acting = {name for name, value in plain.items() if value is not None}
@@ -228,12 +228,14 @@ def test_nothing_of_the_picture_is_cut(tasks: tuple[str, ...], settings: tuple[s
 
 
 def panel(figure: Figure, title: str) -> Axes:
-    (found,) = [axes for axes in figure.axes if title in axes.get_title("left")]
-    return found
+    (matched,) = [axes for axes in figure.axes if title in axes.get_title("left")]
+    return matched
 
 
 def test_scores_of_zero_are_drawn_at_zero() -> None:
-    rows = [dataclasses.replace(one, scores={"exact match": Interval(0.0, 0.0, 0.0)}) for one in report().rows]
+    rows = [
+        dataclasses.replace(bench_row, scores={"exact match": Interval(0.0, 0.0, 0.0)}) for bench_row in report().rows
+    ]
     axes = panel(bench_figure(dataclasses.replace(report(), rows=rows)), "quality")
     assert axes.get_ylim()[0] == 0
     assert axes.get_ylim()[1] >= 5
@@ -241,22 +243,22 @@ def test_scores_of_zero_are_drawn_at_zero() -> None:
 
 def test_every_method_has_a_point_with_both_intervals_and_its_name() -> None:
     """Guards a name at another point, and a key of twenty marks."""
-    found = report(("sql",))
-    axes = panel(bench_figure(found), "quality against speed")
+    bench_report = report(("sql",))
+    axes = panel(bench_figure(bench_report), "quality against speed")
     points = {line.get_label(): line.get_xydata()[0].tolist() for line in axes.get_lines()}
     bars = [path.vertices.tolist() for bar in axes.collections for path in bar.get_paths()]
     named = {text.get_text(): text for text in axes.texts if isinstance(text, Annotation)}
     assert named.keys() == points.keys() == set(METHODS)
-    for one in found.rows:
-        assert one.quality is not None
-        x, y = one.tokens_per_s.value, 100 * one.quality.value
-        assert points[one.name] == [x, y]
-        assert list(named[one.name].xy) == [x, y]
-        assert [[one.tokens_per_s.low, y], [one.tokens_per_s.high, y]] in bars
-        assert [[x, 100 * one.quality.low], [x, 100 * one.quality.high]] in bars
+    for bench_row in bench_report.rows:
+        assert bench_row.quality is not None
+        x, y = bench_row.tokens_per_s.value, 100 * bench_row.quality.value
+        assert points[bench_row.name] == [x, y]
+        assert list(named[bench_row.name].xy) == [x, y]
+        assert [[bench_row.tokens_per_s.low, y], [bench_row.tokens_per_s.high, y]] in bars
+        assert [[x, 100 * bench_row.quality.low], [x, 100 * bench_row.quality.high]] in bars
     bold = {name for name, text in named.items() if text.get_fontweight() == "bold"}
     assert bold == set(METHODS), "each is slower and better than the one before"
-    assert all(axes.get_legend() is None for axes in bench_figure(found).axes)
+    assert all(axes.get_legend() is None for axes in bench_figure(bench_report).axes)
 
 
 def test_the_title_is_the_file_the_models_and_the_machine() -> None:
@@ -281,16 +283,16 @@ def test_families_have_one_colour_and_no_two_labels_overlap() -> None:
         str(line.get_label()): line.get_color() for line in axes.get_lines() if line.get_color() not in (INK, MUTED)
     }
     families = {family: {hue for name, hue in hues.items() if name.startswith(family)} for family in FAMILIES}
-    assert all(len(found) == 1 for found in families.values())
-    assert len({hue for found in families.values() for hue in found}) == len(set(FAMILIES.values()))
+    assert all(len(hues) == 1 for hues in families.values())
+    assert len({hue for hues in families.values() for hue in hues}) == len(set(FAMILIES.values()))
     figure.draw_without_rendering()
-    boxes = [PlotText.get_window_extent(one) for one in axes.texts if one.get_text()]
+    boxes = [PlotText.get_window_extent(text) for text in axes.texts if text.get_text()]
     assert len(boxes) > 8
-    assert not any(a.overlaps(b) for place, a in enumerate(boxes) for b in boxes[:place])
+    assert not any(a.overlaps(b) for index, a in enumerate(boxes) for b in boxes[:index])
 
 
 def test_a_large_sweep_shows_the_best_settings_of_each_method() -> None:
-    rows = [row("sql", name, place + step, f"D={step}") for place, name in enumerate(METHODS) for step in range(3)]
+    rows = [row("sql", name, index + step, f"D={step}") for index, name in enumerate(METHODS) for step in range(3)]
     slower = [dataclasses.replace(row("sql", "dsbd-coupled", 0, "D=9"), tokens_per_s=Interval(1.0, 1.0, 1.0))]
     axes = panel(bench_figure(BenchReport([*rows, *slower], {}, {})), "speed")
     names = [text.get_text() for text in axes.texts]
@@ -308,8 +310,8 @@ def test_labels_stand_apart_in_their_order() -> None:
 def test_settings_of_a_sweep_and_drafters_are_told_apart() -> None:
     names = "W=4 drafter=beam", "W=4 drafter=ngram"
     rows = [
-        dataclasses.replace(row("sql", "dsbd-coupled", place, name), settings={"drafter": name.partition("r=")[2]})
-        for place, name in enumerate(names)
+        dataclasses.replace(row("sql", "dsbd-coupled", index, name), settings={"drafter": name.partition("r=")[2]})
+        for index, name in enumerate(names)
     ]
     figure = bench_figure(BenchReport(rows, {}, {}))
     shown = {text.get_text() for text in panel(figure, "speed").texts}
@@ -323,7 +325,7 @@ def assert_whole(figure: Figure) -> None:
     whole = figure.bbox
     for text in (figure._suptitle, figure._supxlabel):  # type: ignore[attr-defined]
         assert text.get_window_extent().x1 <= whole.x1 + 1, text
-    for axes in (one for one in figure.axes if one.get_visible()):
+    for axes in (axes for axes in figure.axes if axes.get_visible()):
         for artist in (axes.title, axes.xaxis.label, axes.yaxis.label, axes.get_legend(), *axes.texts):
             if artist is None or not artist.get_visible() or (hasattr(artist, "get_text") and not artist.get_text()):
                 continue

@@ -37,9 +37,9 @@ def test_loads_and_answers(folder: Path) -> None:
     inputs = tokenizer(prompt, return_tensors="pt")
     assert set(inputs) <= {"input_ids", "attention_mask"}
     with torch.inference_mode():
-        found = model.generate(**inputs, max_new_tokens=64, do_sample=False)[0]
-    assert found[-1] == tokenizer.eos_token_id
-    assert tokenizer.decode(found[inputs["input_ids"].shape[1] :]).startswith(" SELECT ")
+        ids = model.generate(**inputs, max_new_tokens=64, do_sample=False)[0]
+    assert ids[-1] == tokenizer.eos_token_id
+    assert tokenizer.decode(ids[inputs["input_ids"].shape[1] :]).startswith(" SELECT ")
 
 
 @pytest.mark.parametrize(

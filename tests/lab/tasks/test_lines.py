@@ -47,12 +47,12 @@ def test_a_table_of_rows_with_references(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_text('id,prompt,reference\n01,2 + 2 =,4\n,"x\n", y \n')
     first, second = jsonl_dataset(path).records()
-    assert [(one.id, one.prompt, one.reference) for one in (first, second)] == [
+    assert [(record.id, record.prompt, record.reference) for record in (first, second)] == [
         ("01", "2 + 2 =", "4"),
         ("1", "x\n", " y "),
     ]
     path.write_text('prompt,relevant\nx,"[""a"", ""b""]"\n')
-    assert [one.meta["relevant"] for one in jsonl_dataset(path).records()] == [{"a", "b"}]
+    assert [record.meta["relevant"] for record in jsonl_dataset(path).records()] == [{"a", "b"}]
     path.write_text("prompt\nx\ny,z\n")
     with pytest.raises(UsageError, match=r"line 3: the row has 2 cells, but the header has 1$"):
         list(jsonl_dataset(path).records())
@@ -84,10 +84,10 @@ def test_lines_are_those_of_generate_with_their_own_options(tmp_path: Path) -> N
     assert first.sampling == SamplingConfig(temperature=2.0, top_k=9, max_new_tokens=5, stop=("\n",))
     assert (second.id, second.sampling) == ("x", SamplingConfig(top_k=9, max_new_tokens=7))
     assert (third.seed, third.allow, third.sampling) == (3, ("c",), SamplingConfig(top_k=9))
-    for index, (line, found) in enumerate(zip(path.read_bytes().splitlines(), (first, second, third), strict=True)):
+    for index, (line, record) in enumerate(zip(path.read_bytes().splitlines(), (first, second, third), strict=True)):
         asked = replace(run, num_beams=3).read(line, index=index, number=index + 1).request
         assert asked is not None
-        assert (asked.id, asked.seed) == (found.id, found.seed)
+        assert (asked.id, asked.seed) == (record.id, record.seed)
     assert dataset.asks == {"seed", "allow"}
     assert "line 3: unknown field 'temperatur' (value 0): did you mean temperature?; not used" in dataset.notes[0]
     assert [dict(record.meta).get("metadata") for record in dataset.records()] == [None, None, {"db": "d"}]
@@ -172,13 +172,13 @@ def test_dev_records_from_a_file_of_their_own_are_left_apart(tmp_path: Path) -> 
     paths = [tmp_path / name for name in ("dev.jsonl", "test.jsonl")]
     for path in paths:
         path.write_text(f'{{"id": "{path.stem}", "prompt": "p", "reference": "r"}}\n')
-    found = open_dataset("jsonl", paths[1], paths[0])
-    assert found.dev is not None
-    assert ([record.id for record in found.records()], [record.id for record in found.dev.records()]) == (
+    dataset = open_dataset("jsonl", paths[1], paths[0])
+    assert dataset.dev is not None
+    assert ([record.id for record in dataset.records()], [record.id for record in dataset.dev.records()]) == (
         ["test"],
         ["dev"],
     )
-    assert (found.name, found.dev.name, found.notes) == (paths[1].name, f"{paths[1].name} dev", ())
+    assert (dataset.name, dataset.dev.name, dataset.notes) == (paths[1].name, f"{paths[1].name} dev", ())
     with pytest.raises(UsageError, match="brings its own records"):
         open_dataset("qa", None, paths[0])
 

@@ -16,12 +16,12 @@ NAMES = read_metrics("hit@1, hit@3, ndcg@3, ndcg@10,mrr")
 
 
 def test_numbers_by_hand() -> None:
-    found = ranked_scores(NAMES, frozenset({"b", "d"}), ["a", "b", "c", "d"])
-    assert found["hit@1"] == 0.0
-    assert found["hit@3"] == 1.0
-    assert found["ndcg@3"] == pytest.approx((1 / log2(3)) / (1 + 1 / log2(3)))
-    assert found["ndcg@10"] == pytest.approx((1 / log2(3) + 1 / log2(5)) / (1 + 1 / log2(3)))
-    assert found["mrr"] == 0.5
+    scores = ranked_scores(NAMES, frozenset({"b", "d"}), ["a", "b", "c", "d"])
+    assert scores["hit@1"] == 0.0
+    assert scores["hit@3"] == 1.0
+    assert scores["ndcg@3"] == pytest.approx((1 / log2(3)) / (1 + 1 / log2(3)))
+    assert scores["ndcg@10"] == pytest.approx((1 / log2(3) + 1 / log2(5)) / (1 + 1 / log2(3)))
+    assert scores["mrr"] == 0.5
 
 
 def test_best_worst_and_doubles() -> None:

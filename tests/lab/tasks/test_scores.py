@@ -61,7 +61,7 @@ def scored(folder: Path, kind: str, reference: object, answer: str) -> float:
 )
 def test_answers_by_hand(kind: str, reference: object, right: list[str], wrong: list[str], tmp_path: Path) -> None:
     for answers, value in ((right, 1.0), (wrong, 0.0)):
-        assert [scored(tmp_path, kind, reference, one) for one in answers] == [value] * len(answers)
+        assert [scored(tmp_path, kind, reference, answer) for answer in answers] == [value] * len(answers)
 
 
 def test_scores_that_have_degrees(tmp_path: Path) -> None:
@@ -91,8 +91,8 @@ def test_sql_is_right_where_it_returns_the_rows_of_the_reference(database: Path,
     assert [data.execute(record, text) is not None for text in texts] == [True, True, True, False, False]
     ordered = dataset(tmp_path, f"exec:{database}", "SELECT a FROM t ORDER BY a")
     (record,) = ordered.records()
-    found = [ordered.score(record, f"SELECT a FROM t ORDER BY a {way}") for way in ("ASC", "DESC")]
-    assert [one["execution accuracy"] for one in found] == [1.0, 0.0]
+    scores = [ordered.score(record, f"SELECT a FROM t ORDER BY a {way}") for way in ("ASC", "DESC")]
+    assert [score["execution accuracy"] for score in scores] == [1.0, 0.0]
 
 
 def test_a_reference_that_does_not_run_is_told_with_its_line(database: Path, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ def test_solved_records_stand_before_the_question() -> None:
     own, record = next(plain.records()), next(shown.records())
     assert plain.dev is not None
     dev = list(itertools.islice(plain.dev.records(), 2))
-    assert record.prompt == "".join(f"{one.prompt} {one.reference.strip()}\n\n" for one in dev) + own.prompt
+    assert record.prompt == "".join(f"{shot.prompt} {shot.reference.strip()}\n\n" for shot in dev) + own.prompt
     turns = [(turn["role"], turn["content"]) for turn in record.meta["messages"]]  # type: ignore[attr-defined]
     assert turns[:2] == [("user", dev[0].prompt), ("assistant", dev[0].reference.strip())]
     assert turns[-1] == ("user", own.prompt)

@@ -92,10 +92,10 @@ def test_another_gold_of_the_same_schema_scores_wrong() -> None:
     """A database too poor to tell questions apart would let wrong SQL pass."""
     lucky = total = 0
     for group in islice(SqlGenerator().groups("dev", 0, 4, 2), 100):
-        for one, other in pairwise(group):
-            if one.reference != other.reference:
+        for record, other in pairwise(group):
+            if record.reference != other.reference:
                 total += 1
-                lucky += SQL.score(one, other.reference) == RIGHT
+                lucky += SQL.score(record, other.reference) == RIGHT
     assert lucky <= 0.02 * total
 
 

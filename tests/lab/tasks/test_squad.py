@@ -16,8 +16,8 @@ DATA = Path(__file__).parent / "data"
 
 def scores(dataset: Dataset, name: str, text: str) -> tuple[float, float]:
     record = next(record for record in dataset.records() if record.id == name)
-    found = dataset.score(record, text)
-    return found["exact match"], found["F1"]
+    metrics = dataset.score(record, text)
+    return metrics["exact match"], metrics["F1"]
 
 
 def test_v1_is_read() -> None:

@@ -195,7 +195,7 @@ def test_what_a_model_masks_itself_is_torchs(monkeypatch: pytest.MonkeyPatch) ->
     states = torch.rand(1, 2, 3, 32), torch.rand(1, 2, 8, 32), torch.rand(1, 2, 8, 32)
     asked: list[Tensor | None] = []
     by_mask = forest.by_mask
-    monkeypatch.setattr(views, "by_mask", lambda *given: asked.append(given[3]) or by_mask(*given))
+    monkeypatch.setattr(views, "by_mask", lambda *arguments: asked.append(arguments[3]) or by_mask(*arguments))
     other = ours.clone()
     out = [views.attend(forward, *states, mask, Scoring(0.2)) for mask in (ours, other)]
     assert forward.used == 1

@@ -105,9 +105,9 @@ def test_the_weights_are_those_of_the_merged_model(name: str, tmp_path: Path) ->
     model = BUILD[name](name)
     base = saved(tmp_path / "base", model)
     merged = adapt(model, tmp_path / "adapter").state_dict()
-    found = load_network(Checkpoint.open(spec_of(f"{base}+{tmp_path / 'adapter'}"))).state_dict()
-    assert found.keys() == merged.keys()
-    assert all(torch.equal(found[key], merged[key]) for key in merged)
+    weights = load_network(Checkpoint.open(spec_of(f"{base}+{tmp_path / 'adapter'}"))).state_dict()
+    assert weights.keys() == merged.keys()
+    assert all(torch.equal(weights[key], merged[key]) for key in merged)
     plain = model.state_dict()
     assert sum(not torch.equal(plain[key], merged[key]) for key in merged) > 3
 
@@ -136,9 +136,9 @@ def test_kinds_of_adapters(
     if kind == "head":
         merged.config.tie_word_embeddings = False
     engine = engine_of(f"{base}+{tmp_path / 'adapter'}")
-    found = answers_of(engine)
-    assert found == answers(saved(tmp_path / "merged", merged))
-    assert found != plain
+    adapted = answers_of(engine)
+    assert adapted == answers(saved(tmp_path / "merged", merged))
+    assert adapted != plain
     forest: Any = engine.target
     assert isinstance(forest, DecoderForestModel)
     assert forest.invariant
@@ -149,8 +149,8 @@ def test_beams_of_adapted_models(name: str, tmp_path: Path) -> None:
     model = BUILD[name](name)
     base = saved(tmp_path / "base", model)
     merged = saved(tmp_path / "merged", adapt(model, tmp_path / "adapter"))
-    found = answers(f"{base}+{tmp_path / 'adapter'}")
-    assert found == answers(merged) != answers(base)
+    adapted = answers(f"{base}+{tmp_path / 'adapter'}")
+    assert adapted == answers(merged) != answers(base)
 
 
 def test_adapters_add_up_one_after_the_other(tmp_path: Path) -> None:
@@ -159,10 +159,10 @@ def test_adapters_add_up_one_after_the_other(tmp_path: Path) -> None:
     once = adapt(model, tmp_path / "one")
     adapt(model, tmp_path / "two", seed=2)
     twice = peft.PeftModel.from_pretrained(deepcopy(once), str(tmp_path / "two")).merge_and_unload()
-    found = answers(f"{base}+{tmp_path / 'one'}+{tmp_path / 'two'}")
-    assert found == answers(saved(tmp_path / "merged", twice)) != answers(saved(tmp_path / "once", once))
-    assert found == answers(base, adapters=(str(tmp_path / "one"), str(tmp_path / "two")))
-    assert found == answers(f"{base}+{tmp_path / 'one'}", adapters=(str(tmp_path / "two"),))
+    adapted = answers(f"{base}+{tmp_path / 'one'}+{tmp_path / 'two'}")
+    assert adapted == answers(saved(tmp_path / "merged", twice)) != answers(saved(tmp_path / "once", once))
+    assert adapted == answers(base, adapters=(str(tmp_path / "one"), str(tmp_path / "two")))
+    assert adapted == answers(f"{base}+{tmp_path / 'one'}", adapters=(str(tmp_path / "two"),))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="int8 runs on the CPU")
@@ -185,14 +185,14 @@ def test_a_changed_adapter_is_another_model(tmp_path: Path) -> None:
     adapt(build_decoder("llama"), other)
     both = spec_of(f"{base}+{other}")
 
-    def found() -> str:
+    def digest() -> str:
         return fingerprint(both, Checkpoint.open(both).files)
 
-    first = found()
-    assert found() == first != fingerprint(both, base.iterdir())
+    first = digest()
+    assert digest() == first != fingerprint(both, base.iterdir())
     tensors = load_file(other / "adapter_model.safetensors")
     save_file({**tensors, "more": torch.ones(1)}, other / "adapter_model.safetensors")
-    assert found() != first
+    assert digest() != first
 
 
 def test_a_draft_may_have_one(tmp_path: Path) -> None:
@@ -311,9 +311,9 @@ def test_digests_tell_whose_tokenizer_is_used(based: tuple[Path, Path]) -> None:
     bring(adapter)
     first = Checkpoint.open(spec).digests
     bring(adapter, template=BASE)
-    found = [before, first, Checkpoint.open(spec).digests]
-    assert len({one["tokenizer"] for one in found}) == 3
-    assert len({one["weights"] for one in found}) == len({one["config"] for one in found}) == 1
+    digests = [before, first, Checkpoint.open(spec).digests]
+    assert len({digest["tokenizer"] for digest in digests}) == 3
+    assert len({digest["weights"] for digest in digests}) == len({digest["config"] for digest in digests}) == 1
     assert Checkpoint.open(replace(spec, tokenizer="base")).digests == before
 
 
@@ -354,8 +354,8 @@ def _nan(folder: Path) -> None:
 
 def _cut_off(folder: Path) -> None:
     adapt(build_decoder("llama"), folder)
-    place = folder / "adapter_model.safetensors"
-    place.write_bytes(place.read_bytes()[:-9])
+    file = folder / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-9])
 
 
 def _no_json(folder: Path) -> None:

@@ -65,8 +65,8 @@ def test_it_loads_and_is_near_what_was_quantised(
     assert not capfd.readouterr().err
     tokens = torch.arange(5, 25).unsqueeze(0)
     with torch.inference_mode():
-        found, exact = engine.target.plain(tokens).float(), before(tokens).logits
-    error = (found - exact).norm() / exact.norm()
+        logits, exact = engine.target.plain(tokens).float(), before(tokens).logits
+    error = (logits - exact).norm() / exact.norm()
     assert 0 < error < off
     assert engine.exactness == "same-text"
 

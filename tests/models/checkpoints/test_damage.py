@@ -48,7 +48,7 @@ def refused(folder: Path) -> str:
 
 def test_headers_say_how_large_each_tensor_is(checkpoint: Path) -> None:
     file = checkpoint / "model.safetensors"
-    assert read_headers([file], "m") == {name: tuple(one.shape) for name, one in load_file(file).items()}
+    assert read_headers([file], "m") == {name: tuple(tensor.shape) for name, tensor in load_file(file).items()}
 
 
 @pytest.mark.parametrize(
@@ -82,11 +82,11 @@ def test_a_weight_of_another_shape_is_named(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["model.safetensors", "pytorch_model.bin"])
-@pytest.mark.parametrize("place", ["../x.safetensors", "/tmp/x.safetensors", "a/../../x", "..\\x", "C:\\x"])
-def test_an_index_stays_in_its_folder(kind: str, place: str, folder: Path) -> None:
-    (folder / f"{kind}.index.json").write_text(json.dumps({"weight_map": {"w": place}}))
-    assert refused(folder) == f"{kind}.index.json names '{place}' for 'w': the path leaves the folder".replace(
-        f"'{place}'", repr(place)
+@pytest.mark.parametrize("path", ["../x.safetensors", "/tmp/x.safetensors", "a/../../x", "..\\x", "C:\\x"])
+def test_an_index_stays_in_its_folder(kind: str, path: str, folder: Path) -> None:
+    (folder / f"{kind}.index.json").write_text(json.dumps({"weight_map": {"w": path}}))
+    assert refused(folder) == f"{kind}.index.json names '{path}' for 'w': the path leaves the folder".replace(
+        f"'{path}'", repr(path)
     )
 
 
@@ -98,9 +98,9 @@ def test_an_index_that_is_none_is_one_line(text: str, folder: Path) -> None:
 
 def test_an_index_names_files(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
-    for place in (3, ["x"], None):
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": place}}))
-        said = f"model.safetensors.index.json names {'null' if place is None else place} for 'w', which is no file name"
+    for path in (3, ["x"], None):
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": path}}))
+        said = f"model.safetensors.index.json names {'null' if path is None else path} for 'w', which is no file name"
         with pytest.raises(ModelError) as caught:
             check_checkpoint(folder, "m")
         assert str(caught.value) == f"m: {said}"
@@ -121,7 +121,7 @@ def test_shards_that_an_index_names_are_read(folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     names = sorted(weights)
-    places = {name: f"model-{place % 2}.safetensors" for place, name in enumerate(names)}
+    places = {name: f"model-{index % 2}.safetensors" for index, name in enumerate(names)}
     for file in set(places.values()):
         part = {name: weights[name] for name in names if places[name] == file}
         save_file(part, folder / file, {"format": "pt"})

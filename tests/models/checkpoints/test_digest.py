@@ -62,8 +62,8 @@ def test_a_change_is_of_its_part(saved: Path, folder: Path) -> None:
 
 def test_more_tensors_than_blocks(tmp_path: Path, saved: Path) -> None:
     """Blocks lie all over the file."""
-    for place in ("one", "two", "three"):
-        shutil.copytree(saved, tmp_path / place)
+    for name in ("one", "two", "three"):
+        shutil.copytree(saved, tmp_path / name)
     many = {f"t{number}": torch.full((4096,), float(number)) for number in range(SAMPLES + 1)}
     save_file(many, tmp_path / "one" / "model.safetensors")
     save_file({**many, "t0": many["t0"] + 1}, tmp_path / "two" / "model.safetensors")
@@ -100,16 +100,16 @@ def test_adapters_count(saved: Path, tmp_path: Path) -> None:
     before = Checkpoint.open(ModelSpec(str(saved))).digests
     for number in (1, 2):
         adapt(build_decoder("llama"), tmp_path / f"{number}", seed=number)
-    one, both, turned = (f"{saved}+{'+'.join(str(tmp_path / n) for n in names)}" for names in ("1", "12", "21"))
-    assert changed(before, one) == {"weights"}
-    assert changed(Checkpoint.open(ModelSpec(one)).digests, both) == {"weights"}
+    single, both, turned = (f"{saved}+{'+'.join(str(tmp_path / n) for n in names)}" for names in ("1", "12", "21"))
+    assert changed(before, single) == {"weights"}
+    assert changed(Checkpoint.open(ModelSpec(single)).digests, both) == {"weights"}
     assert changed(Checkpoint.open(ModelSpec(both)).digests, turned) == {"weights"}
-    before = Checkpoint.open(ModelSpec(one)).digests
+    before = Checkpoint.open(ModelSpec(single)).digests
     for name in ("README.md", "optimizer.pt"):  # which peft and a trainer leave there, and no run reads
         (tmp_path / "1" / name).write_text("other", encoding="utf-8")
-    assert changed(before, one) == set()
+    assert changed(before, single) == set()
     (tmp_path / "1" / "adapter_config.json").write_text("{}", encoding="utf-8")
-    assert changed(before, one) == {"weights"}
+    assert changed(before, single) == {"weights"}
 
 
 def test_the_commit_of_a_hub_model(hub_cache: Path, saved: Path) -> None:  # noqa: F811

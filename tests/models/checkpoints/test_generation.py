@@ -19,7 +19,7 @@ def model(**settings: Any) -> Any:
 
 def test_rules_are_read() -> None:
     """Guards numbers that transformers takes for no rule, and a rule that no checkpoint may ask for."""
-    found = checkpoint_rules(
+    rules = checkpoint_rules(
         model(
             suppress_tokens=[3, -1],
             bad_words_ids=[[5], [6, 7]],
@@ -33,7 +33,7 @@ def test_rules_are_read() -> None:
         )
     )
     want = {"suppress_tokens": (3,), "bad_words_ids": ((5,), (6, 7)), "forced_eos_token_id": 2, "min_length": 2**31 - 1}
-    assert found == TokenRules(**want, repetition_penalty=2.0)  # type: ignore[arg-type]
+    assert rules == TokenRules(**want, repetition_penalty=2.0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -75,5 +75,5 @@ def test_settings_that_cannot_be_read_are_one_line(tmp_path: Path) -> None:
 
 def test_positions_that_are_none_are_no_limit() -> None:
     """Guards -1, which some configs write for no limit, against a tensor of -1 tokens."""
-    for limit, found in ((-1, None), (0, None), (None, None), (7, 7)):
-        assert positions_of(SimpleNamespace(max_position_embeddings=limit)) == found
+    for limit, expected in ((-1, None), (0, None), (None, None), (7, 7)):
+        assert positions_of(SimpleNamespace(max_position_embeddings=limit)) == expected

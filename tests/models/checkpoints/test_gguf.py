@@ -38,18 +38,20 @@ def test_a_gguf_file_is_the_model_that_was_put_into_it(file: Path, original: Qwe
 def test_a_gguf_file_answers(file: Path, original: Qwen2ForCausalLM, capfd: pytest.CaptureFixture[str]) -> None:
     engine = load(ModelSpec(str(file), dtype="float32"), None)
     request = Request("ABC", sampling=SamplingConfig(max_new_tokens=5, temperature=0))
-    found = engine.generate(request)
+    result = engine.generate(request)
     ids = torch.tensor([engine.codec.encode("ABC")])
     with torch.no_grad():
         best = original.generate(
             ids, num_beams=4, max_new_tokens=5, do_sample=False, pad_token_id=60, eos_token_id=61, length_penalty=1.0
         )
-    assert list(found.hypotheses[0].token_ids) == best[0, ids.shape[1] :].tolist()
+    assert list(result.hypotheses[0].token_ids) == best[0, ids.shape[1] :].tolist()
     assert capfd.readouterr().err == "", "no bar of the library"
 
 
 def test_the_package_that_is_missing_is_named(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "gguf" else found(name, *rest))
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "gguf" else find_spec(name, *rest)
+    )
     with pytest.raises(UsageError, match=r"pip install 'dsbd\[gguf\]'"):
         load(str(file), None)

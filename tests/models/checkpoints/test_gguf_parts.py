@@ -40,8 +40,8 @@ def folder(made: Path, tmp_path: Path) -> Path:
 
 
 def part(folder: Path, number: int) -> Path:
-    [found] = folder.glob(f"tiny-{number:05}-of-*.gguf")
-    return found
+    [path] = folder.glob(f"tiny-{number:05}-of-*.gguf")
+    return path
 
 
 def last(folder: Path) -> int:
@@ -124,7 +124,7 @@ def test_damage_in_any_part_is_told(folder: Path) -> None:
 def test_a_name_that_is_no_part(tmp_path: Path) -> None:
     for name in ("a-1-of-2.gguf", "a.gguf", "a-00001-of-00002.gguf.gguf"):
         assert gguf_parts(tmp_path / name) == [tmp_path / name]
-    assert [one.name for one in gguf_parts(tmp_path / "a-00002-of-00002.GGUF")] == [
+    assert [part.name for part in gguf_parts(tmp_path / "a-00002-of-00002.GGUF")] == [
         "a-00001-of-00002.GGUF",
         "a-00002-of-00002.GGUF",
     ]

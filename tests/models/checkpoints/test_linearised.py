@@ -39,9 +39,9 @@ def by_token(q: Tensor, k: Tensor, v: Tensor, near: float, far: float) -> Tensor
 def test_groups_are_a_recurrence() -> None:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 11, 2, 5, generator=generator, dtype=torch.float64) for _ in range(3))
-    found = grouped_linear_attention(q, k, v, GROUP, torch.tensor([0.5]), torch.tensor([1.5]))
+    output = grouped_linear_attention(q, k, v, GROUP, torch.tensor([0.5]), torch.tensor([1.5]))
     for head in range(2):
-        torch.testing.assert_close(found[0, :, head], by_token(q[0, :, head], k[0, :, head], v[0, :, head], 0.5, 1.5))
+        torch.testing.assert_close(output[0, :, head], by_token(q[0, :, head], k[0, :, head], v[0, :, head], 0.5, 1.5))
 
 
 def test_the_convolution_is_the_masked_centred_one() -> None:

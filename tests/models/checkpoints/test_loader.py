@@ -101,9 +101,9 @@ def test_dtype_auto_on_the_cpu_rounds_nothing(
 def test_nothing_is_computed_in_float64(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards a checkpoint in float64 on a GPU, where others keep their dtype."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for stored, found in ((torch.float64, torch.float32), ("float64", torch.float32), (torch.float16, "auto")):
+    for stored, expected in ((torch.float64, torch.float32), ("float64", torch.float32), (torch.float16, "auto")):
         config = LlamaConfig(dtype=stored)
-        assert loader.dtype_of(Checkpoint(ModelSpec(str(tmp_path)), tmp_path), config) == found
+        assert loader.dtype_of(Checkpoint(ModelSpec(str(tmp_path)), tmp_path), config) == expected
 
 
 @pytest.mark.parametrize("device_map", ["cpu", '{"": "cpu"}', "auto"])
@@ -322,11 +322,11 @@ def test_unfit_folders(checkpoint: Path, tmp_path: Path) -> None:
 def test_names_of_architectures(checkpoint: Path, tmp_path: Path) -> None:
     """Guards a traceback for what is no list; one name alone is taken as such."""
     spec = ModelSpec(str(shutil.copytree(checkpoint, tmp_path / "model")), device="cpu")
-    place = tmp_path / "model" / "config.json"
-    config = json.loads(place.read_text())
-    place.write_text(json.dumps({**config, "architectures": "LlamaForCausalLM"}))
+    file = tmp_path / "model" / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({**config, "architectures": "LlamaForCausalLM"}))
     assert Checkpoint.open(spec).config.architectures == ["LlamaForCausalLM"]
-    place.write_text(json.dumps({**config, "architectures": 3}))
+    file.write_text(json.dumps({**config, "architectures": 3}))
     with pytest.raises(ModelError, match="architectures is 3, but must be a list of names"):
         _ = Checkpoint.open(spec).config
 

@@ -181,8 +181,8 @@ def all_slots_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def fused(mask, query, key, value, scoring):  # type: ignore[no-untyped-def]
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-        given = {"attn_mask": mask.additive, "scale": scoring.scale}
-        return torch.nn.functional.scaled_dot_product_attention(query, key, value, **given).transpose(1, 2)
+        arguments = {"attn_mask": mask.additive, "scale": scoring.scale}
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, **arguments).transpose(1, 2)
 
     monkeypatch.setattr(views, "by_parts", fused)
     in_torch(monkeypatch)
@@ -284,16 +284,16 @@ def read(model: CausalForestModel, text: list[int], cuts: tuple[int, ...]) -> li
     """Keys and values after a prompt was read up to each of the cuts, and then on."""
     model.release()
     model.reserve(1, LONG + 36)
-    known = 0
+    cached = 0
     with torch.inference_mode():
         for cut in (*cuts, len(text) - 1):
-            prefill.prefill(model, [0], [text[: cut + 1]], LONG + 35, apart=True, known=[known])
-            known = cut
+            prefill.prefill(model, [0], [text[: cut + 1]], LONG + 35, apart=True, known=[cached])
+            cached = cut
     return [slab[:, 0, : len(text) - 1].clone() for slab in model._cache._slabs.values()]
 
 
-def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+def equal(tensors: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(tensors, other, strict=True))
 
 
 def long_model(name: str, dtype: torch.dtype) -> CausalForestModel:
@@ -330,8 +330,8 @@ def test_mutants_of_a_reading_in_blocks_are_found(monkeypatch: pytest.MonkeyPatc
 
 def trust(model: CausalForestModel) -> tuple[str, ...]:
     """Ask a model whether it is invariant, and tell it."""
-    found = check(model)
-    return model.trust(found.varies, found.copies)
+    verdict = check(model)
+    return model.trust(verdict.varies, verdict.copies)
 
 
 def test_a_model_whose_bits_a_copy_moves_does_not_share(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,7 @@ def eagle3(folder: Path, form: str, *, kept: Tensor | None = KEPT, own: bool = F
     if settings.get("norm_before_fc"):
         shapes["input_norm.weight"] = (192,)
     if settings.get("fc_norm"):
-        shapes |= {f"fc_norm.{one}.weight": (64,) for one in range(3)}
+        shapes |= {f"fc_norm.{index}.weight": (64,) for index in range(3)}
     tensors = random(3, shapes)
     tensors["lm_head.weight"] *= 3
     if kept is not None:
@@ -69,7 +69,7 @@ def eagle3(folder: Path, form: str, *, kept: Tensor | None = KEPT, own: bool = F
             "eagle_aux_hidden_state_layer_ids": list(LAYER_IDS), "transformer_layer_config": layer,
         }  # fmt: skip
     else:
-        ids = {"eagle_aux_hidden_state_layer_ids": [one - 1 for one in LAYER_IDS], "use_aux_hidden_state": True}
+        ids = {"eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in LAYER_IDS], "use_aux_hidden_state": True}
         config = {**layer, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": count, "eagle_config": ids}
     config |= settings
     return _write(folder, {name: value for name, value in config.items() if value is not None}, tensors)
@@ -134,22 +134,22 @@ class ScalarHead:
         if self.mtp:
             last: Tensor = said.hidden_states[-1][0]  # after the final norm
             return last
-        taken = [said.hidden_states[one][0] for one in self.layers]
+        taken = [said.hidden_states[layer][0] for layer in self.layers]
         if self.config.get("fc_norm"):
-            taken = [self.norm(one, f"fc_norm.{place}") for place, one in enumerate(taken)]
+            taken = [self.norm(state, f"fc_norm.{index}") for index, state in enumerate(taken)]
         joined = torch.cat(taken, -1)
         if self.config.get("norm_before_fc"):
             joined = self.norm(joined, "input_norm")
         return joined @ self.tensors["fc"].T
 
-    def logits(self, path: Sequence[int], known: int) -> Tensor:
+    def logits(self, path: Sequence[int], verified: int) -> Tensor:
         """[m] logits behind a path. known: leading tokens whose states the target has said; others are guesses."""
-        return self._behind(tuple(path), known)[1]
+        return self._behind(tuple(path), verified)[1]
 
-    def _computed(self, path: Tokens, known: int) -> tuple[Tensor, Tensor]:
+    def _computed(self, path: Tokens, verified: int) -> tuple[Tensor, Tensor]:
         """State and logits of the last token of a path."""
-        states = self.truth(path[:known]) if known else torch.zeros(0, 64, dtype=self.embedding.dtype)
-        guesses = [self._behind(path[:count], known)[0][None] for count in range(known + 1, len(path))]
+        states = self.truth(path[:verified]) if verified else torch.zeros(0, 64, dtype=self.embedding.dtype)
+        guesses = [self._behind(path[:count], verified)[0][None] for count in range(verified + 1, len(path))]
         return self._last(path, torch.cat((states, *guesses)))
 
     def _last(self, path: Tokens, states: Tensor) -> tuple[Tensor, Tensor]:
@@ -170,7 +170,7 @@ class ScalarHead:
         query, key, value = (x @ t[f"self_attn.{name}_proj"].T for name in "qkv")
         query, key = self.rotated(query.unflatten(-1, (4, 32))), self.rotated(key.unflatten(-1, (2, 32)))
         seen = slice(1 if len(path) > 1 else 0, None)
-        key, value = (one.repeat_interleave(2, 1)[seen] for one in (key, value.unflatten(-1, (2, 32))))
+        key, value = (tensor.repeat_interleave(2, 1)[seen] for tensor in (key, value.unflatten(-1, (2, 32))))
         weight = torch.einsum("he,she->hs", query[-1], key).mul(32**-0.5).softmax(-1)
         y = residual[-1] + torch.einsum("hs,she->he", weight, value).flatten() @ t["self_attn.o_proj"].T
         x = self.norm(y, "post_attention_layernorm")

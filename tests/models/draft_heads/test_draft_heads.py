@@ -82,11 +82,11 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loads:
         pair = load_pair(*open_pair(spec_for(target), spec_for(source, "draft")))
         head: Any = pair.draft
         assert isinstance(head, DecoderDraftHead)
-        place = target if source == "mtp" else Path(source)
-        tensors = load_file(place / "model.safetensors")
+        folder = target if source == "mtp" else Path(source)
+        tensors = load_file(folder / "model.safetensors")
         if source == "mtp":
-            tensors = {name: one for name, one in tensors.items() if name.startswith(("mtp.", "model.layers.4."))}
-        config = json.loads((place / "config.json").read_text())
+            tensors = {name: tensor for name, tensor in tensors.items() if name.startswith(("mtp.", "model.layers.4."))}
+        config = json.loads((folder / "config.json").read_text())
         tap = head.target._tap
         assert tap is not None
         return pair, head, ScalarHead(tensors, config, theirs, tap.layers)
@@ -100,9 +100,9 @@ def guide_of(target: str) -> Any:
     return load_model(Checkpoint.open(spec_for(target, "draft"))).model
 
 
-def apart(found: Tensor, wanted: Tensor) -> float:
+def apart(computed: Tensor, wanted: Tensor) -> float:
     """Root mean square of the difference, in standard deviations of what is wanted."""
-    return float((found - wanted).square().mean().sqrt() / wanted.std().clamp(min=1e-3))
+    return float((computed - wanted).square().mean().sqrt() / wanted.std().clamp(min=1e-3))
 
 
 @dataclass
@@ -142,12 +142,12 @@ class Watch(Observer):
         assert len(laws) == forest.layers_run
         for depth, law in enumerate(laws):
             nodes = forest.layers[depth]
-            found = law[:, -nodes.token.shape[1] :]
+            layer_law = law[:, -nodes.token.shape[1] :]
             for row, node in nodes.valid.nonzero().tolist():
                 text = texts[row, int(nodes.root[row, node])]
                 start = int(beams.token[row, int(nodes.root[row, node])])
                 path = (*text, start, *nodes.path_tokens[row, node, :depth].tolist())
-                self.note(1, apart(found[row, node], self.formula.logits(path, len(text))))
+                self.note(1, apart(layer_law[row, node], self.formula.logits(path, len(text))))
         self.logits.clear()
 
     def note(self, kind: int, error: float) -> None:
@@ -160,9 +160,9 @@ def follow(head: DecoderDraftHead, guide: Any, watch: Watch, monkeypatch: pytest
     forward = head.forward
 
     def both(batch: ForestInput, *, logits: bool = True) -> Tensor | None:
-        found, better = forward(batch, logits=logits), guide.forward(batch, logits=logits)
+        output, better = forward(batch, logits=logits), guide.forward(batch, logits=logits)
         if logits:
-            watch.logits.append(found.clone())
+            watch.logits.append(output.clone())
             better[..., ::7] = float("-inf")  # which some layers fail for
             better = better if head.lm_head_ids is None else better[..., head.lm_head_ids]
         return better
@@ -172,9 +172,9 @@ def follow(head: DecoderDraftHead, guide: Any, watch: Watch, monkeypatch: pytest
     def of_both(name: str) -> Callable[..., None]:
         calls = getattr(head, name), getattr(guide, name)
 
-        def call(*given: Any, **more: Any) -> None:
-            for one in calls:
-                one(*given, **more)
+        def call(*arguments: Any, **more: Any) -> None:
+            for hook in calls:
+                hook(*arguments, **more)
 
         return call
 
@@ -205,7 +205,7 @@ def engine_of(target: Any, draft: Any, rule: str, beams: int, depth: int = 3, ba
 def choose(engine: Engine, depths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Draft so many layers, iteration by iteration."""
     turns, count = cycle(depths), engine.method.drafts_per_layer
-    monkeypatch.setattr(engine._planner, "choose", lambda *given: Shape(next(turns), count))
+    monkeypatch.setattr(engine._planner, "choose", lambda *arguments: Shape(next(turns), count))
 
 
 def watched(
@@ -224,11 +224,11 @@ def watched(
     engine = engine_of(pair.target, head, rule, beams, max(depths))
     choose(engine, depths, monkeypatch)
     engine.observe(watch)
-    found = []
+    outcomes = []
     for result in engine.run(requests(5, rule)):
         assert result.error is None
-        found.append([(beam.token_ids, beam.logprob) for beam in result.hypotheses])
-    assert found == plain
+        outcomes.append([(beam.token_ids, beam.logprob) for beam in result.hypotheses])
+    assert outcomes == plain
     assert min(watch.counted) > 20
     assert {depth for depth, _ in watch.passed} == set(depths)
     assert len({count for depth, count in watch.passed if depth}) > 2
@@ -270,7 +270,7 @@ def test_states_and_laws_after_layers_that_did_not_go_to_the_target(
     watch, goes = Watch(head, formula), cycle([True, True, False, True, True, True, False, True, False])
     follow(head, guide, watch, monkeypatch)
     engine = engine_of(pair.target, head, rule, beams)
-    monkeypatch.setattr(engine._planner, "gate", lambda *given: lambda confidence: next(goes))
+    monkeypatch.setattr(engine._planner, "gate", lambda *arguments: lambda confidence: next(goes))
     engine.observe(watch)
     assert all(result.error is None for result in engine.run(requests(6, rule)))
     assert watch.worst[0] <= 1e-5, "states"
@@ -325,7 +325,7 @@ def test_no_text_of_an_int8_target_depends_on_the_head(form: str, any_size: None
     assert pair.target_dtype == "int8+bfloat16"
     assert pair.draft_dtype == "int8+bfloat16"
     decoder: Any = pair.draft.decoder  # type: ignore[union-attr]
-    assert {type(one) for one in (decoder.parts.fc, decoder.weights.layers[0].qkv)} == {Int8Product}
+    assert {type(layer) for layer in (decoder.parts.fc, decoder.weights.layers[0].qkv)} == {Int8Product}
     for rule, beams in (("search", 4), ("coupled", 1)):
         plain = answers(engine_of(pair.target, None, rule, beams))
         assert answers(engine_of(pair.target, pair.draft, rule, beams)) == plain

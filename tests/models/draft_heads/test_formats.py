@@ -67,26 +67,26 @@ def test_heads_are_recognised_by_their_files(folder: Path, tmp_path: Path) -> No
 
 
 def test_a_pickle_is_read(target: Any, tmp_path: Path) -> None:
-    place = eagle3(tmp_path, "raw")
-    torch.save(load_file(place / "model.safetensors"), place / "pytorch_model.bin")
-    (place / "model.safetensors").unlink()
-    assert read(place, target).lm_head_ids.tolist() == KEPT.tolist()
+    folder = eagle3(tmp_path, "raw")
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    assert read(folder, target).lm_head_ids.tolist() == KEPT.tolist()
 
 
 def test_d2t_in_any_order(target: Any, tmp_path: Path) -> None:
     """Guards that d2t is offsets and that rows of the head follow their tokens."""
-    place = eagle3(tmp_path, "raw")
-    rows = load_file(place / "model.safetensors")["lm_head.weight"]
+    folder = eagle3(tmp_path, "raw")
+    rows = load_file(folder / "model.safetensors")["lm_head.weight"]
     order = torch.randperm(len(KEPT), generator=torch.Generator().manual_seed(0))
 
     def shuffle(tensors: dict[str, Tensor]) -> None:
         tensors["d2t"] = KEPT[order] - torch.arange(len(KEPT))
         tensors["lm_head.weight"] = rows[order]
 
-    found = read(change(place, shuffle), target)
-    assert found.lm_head_ids.tolist() == KEPT.tolist()
+    head = read(change(folder, shuffle), target)
+    assert head.lm_head_ids.tolist() == KEPT.tolist()
     x = torch.randn(1, 1, 64, generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(found.decoder.weights.lm_head.compute(x), x @ rows.T)
+    torch.testing.assert_close(head.decoder.weights.lm_head.compute(x), x @ rows.T)
 
 
 @pytest.mark.parametrize("form", ["speculators", "raw"])
@@ -103,14 +103,14 @@ def test_both_conventions_of_layer_numbers_are_tried(
 
     monkeypatch.setattr(heads, "_loss", loss)
     ids = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
-    place = eagle3(tmp_path, form, **(ids if form == "speculators" else {"eagle_config": ids}))
-    found = read(place, target)
+    folder = eagle3(tmp_path, form, **(ids if form == "speculators" else {"eagle_config": ids}))
+    head = read(folder, target)
     documented = [(0, 1, 2), (1, 2, 3)] if form == "speculators" else [(1, 2, 3), (0, 1, 2)]
     assert [layers for layers, _ in losses] == documented
     assert losses[0][1] != losses[1][1]
     assert target._tap.layers == documented[better]
     chosen = ", ".join(map(str, documented[better]))
-    assert f"after {chosen} layers (loss 0.00 on a text of the target; 1.00 one layer off)" in found.form
+    assert f"after {chosen} layers (loss 0.00 on a text of the target; 1.00 one layer off)" in head.form
 
 
 def test_a_head_of_our_own_is_read_as_it_was_trained(
@@ -119,44 +119,44 @@ def test_a_head_of_our_own_is_read_as_it_was_trained(
     """No text decides it; the name of its target is told, because another one of the same sizes takes it, too."""
     monkeypatch.setattr(heads, "_loss", lambda *_: pytest.fail("tried"))
     verifier = {"verifier": {"name_or_path": "models/its-target", "architectures": ["LlamaForCausalLM"]}}
-    found = read(eagle3(tmp_path, "speculators", dsbd_version="0.1.0", speculators_config=verifier), target)
-    assert found.form.startswith("EAGLE-3, speculators form for 'models/its-target', ")
-    assert f"it reads the states after {', '.join(map(str, LAYER_IDS))} layers" in found.form
+    head = read(eagle3(tmp_path, "speculators", dsbd_version="0.1.0", speculators_config=verifier), target)
+    assert head.form.startswith("EAGLE-3, speculators form for 'models/its-target', ")
+    assert f"it reads the states after {', '.join(map(str, LAYER_IDS))} layers" in head.form
 
 
 @pytest.mark.parametrize("damaged", [None, "pickle"])
 def test_damaged_weights_name_the_draft(damaged: str | None, folder: Path, tmp_path: Path) -> None:
     """Guards the look at a draft that only its tensors show to be a head. torch's own text about a pickle of more than
     tensors says how to run its code."""
-    place = eagle3(tmp_path / "h", "raw", architectures=None)
-    (place / "model.safetensors").write_bytes(b"x" * 40)
+    draft_folder = eagle3(tmp_path / "h", "raw", architectures=None)
+    (draft_folder / "model.safetensors").write_bytes(b"x" * 40)
     if damaged:
-        (place / "model.safetensors").unlink()
-        torch.save({"x": Path("x")}, place / "pytorch_model.bin")
+        (draft_folder / "model.safetensors").unlink()
+        torch.save({"x": Path("x")}, draft_folder / "pytorch_model.bin")
     with pytest.raises(
-        ModelError, match=f"draft model '{place}' cannot be read: its weights cannot be read: "
-    ) as found:
-        load_pair(*open_pair(spec_for(folder), spec_for(place, "draft")))
-    assert ("holds more than tensors, which could run code" in str(found.value)) is bool(damaged)
-    assert "weights_only" not in str(found.value)
+        ModelError, match=f"draft model '{draft_folder}' cannot be read: its weights cannot be read: "
+    ) as caught:
+        load_pair(*open_pair(spec_for(folder), spec_for(draft_folder, "draft")))
+    assert ("holds more than tensors, which could run code" in str(caught.value)) is bool(damaged)
+    assert "weights_only" not in str(caught.value)
 
 
 def test_an_end_token_outside_of_the_vocabulary_begins_no_text(folder: Path, tmp_path: Path) -> None:
     """Guards a traceback at load, where the target's text says which layers a head reads."""
-    place = shutil.copytree(folder, tmp_path / "t")
-    config = json.loads((place / "config.json").read_text())
-    (place / "config.json").write_text(json.dumps({**config, "eos_token_id": 10**6}))
+    target_folder = shutil.copytree(folder, tmp_path / "t")
+    config = json.loads((target_folder / "config.json").read_text())
+    (target_folder / "config.json").write_text(json.dumps({**config, "eos_token_id": 10**6}))
     ids = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
     head = eagle3(tmp_path / "h", "speculators", **ids)
-    assert "one layer off" in read(head, load_model(Checkpoint.open(spec_for(place, "draft"))).model).form
+    assert "one layer off" in read(head, load_model(Checkpoint.open(spec_for(target_folder, "draft"))).model).form
 
 
 def test_without_layer_numbers_those_of_the_paper_are_taken(tmp_path: Path) -> None:
     deep = load_model(
         Checkpoint.open(spec_for(save_decoder(tmp_path / "t", build_decoder("llama", num_hidden_layers=8)), "draft"))
     ).model
-    found = read(eagle3(tmp_path / "h", "raw", eagle_config=None), deep)
-    assert found.form.endswith("it reads the states after 2, 4, 5 layers")
+    head = read(eagle3(tmp_path / "h", "raw", eagle_config=None), deep)
+    assert head.form.endswith("it reads the states after 2, 4, 5 layers")
 
 
 @pytest.mark.parametrize(
@@ -178,12 +178,12 @@ def test_without_layer_numbers_those_of_the_paper_are_taken(tmp_path: Path) -> N
     ],
 )
 def test_settings_that_do_not_fit(settings: dict[str, Any], says: str | None, target: Any, tmp_path: Path) -> None:
-    place = eagle3(tmp_path, "speculators", **settings)
+    folder = eagle3(tmp_path, "speculators", **settings)
     if says is None:
-        assert "fc_norm" in read(place, target).form
+        assert "fc_norm" in read(folder, target).form
         return
     with pytest.raises(ModelError, match=says) as caught:
-        read(place, target)
+        read(folder, target)
     assert "\n" not in str(caught.value)
     assert str(tmp_path) in str(caught.value)
     assert target._tap is None
@@ -214,20 +214,23 @@ def test_raw_settings_that_do_not_fit(settings: dict[str, Any], says: str, targe
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        (lambda one: one.update(norm_strange=torch.ones(64)), "the tensor norm_strange is not known"),
-        (lambda one: one.pop("fc.weight"), "fc.weight is missing"),
-        (lambda one: one.pop("lm_head.weight"), "lm_head.weight is missing"),
-        (lambda one: one.pop("d2t"), "78 of 97 tokens, but no d2t"),
-        (lambda one: one.update(t2d=torch.ones(V, dtype=torch.bool)), "d2t and t2d name different tokens"),
-        (lambda one: one.update(t2d=torch.ones(V + 1, dtype=torch.bool)), "t2d has 98 tokens"),
-        (lambda one: one.update(d2t=one["d2t"] + 10), "it has the token 99"),
-        (lambda one: one.update(d2t=torch.zeros_like(one["d2t"]) - torch.arange(78)), "does not give different"),
-        (lambda one: one.update({"norm.weight": torch.ones(32)}), "norm.weight is 32"),
+        (lambda tensors: tensors.update(norm_strange=torch.ones(64)), "the tensor norm_strange is not known"),
+        (lambda tensors: tensors.pop("fc.weight"), "fc.weight is missing"),
+        (lambda tensors: tensors.pop("lm_head.weight"), "lm_head.weight is missing"),
+        (lambda tensors: tensors.pop("d2t"), "78 of 97 tokens, but no d2t"),
+        (lambda tensors: tensors.update(t2d=torch.ones(V, dtype=torch.bool)), "d2t and t2d name different tokens"),
+        (lambda tensors: tensors.update(t2d=torch.ones(V + 1, dtype=torch.bool)), "t2d has 98 tokens"),
+        (lambda tensors: tensors.update(d2t=tensors["d2t"] + 10), "it has the token 99"),
         (
-            lambda one: one.update(d2t=one["d2t"][:, None]),
+            lambda tensors: tensors.update(d2t=torch.zeros_like(tensors["d2t"]) - torch.arange(78)),
+            "does not give different",
+        ),
+        (lambda tensors: tensors.update({"norm.weight": torch.ones(32)}), "norm.weight is 32"),
+        (
+            lambda tensors: tensors.update(d2t=tensors["d2t"][:, None]),
             r"d2t has the shape \[78, 1\], but must be a list of offsets",
         ),
-        (lambda one: one["fc.weight"].fill_(float("nan")), "its logits are no finite numbers"),
+        (lambda tensors: tensors["fc.weight"].fill_(float("nan")), "its logits are no finite numbers"),
     ],
 )
 def test_tensors_that_do_not_fit(changed: Any, says: str, target: Any, tmp_path: Path) -> None:
@@ -236,10 +239,10 @@ def test_tensors_that_do_not_fit(changed: Any, says: str, target: Any, tmp_path:
 
 
 def test_a_damaged_folder(target: Any, tmp_path: Path) -> None:
-    place = eagle3(tmp_path, "raw")
-    (place / "model.safetensors").write_bytes(b"no tensors")
+    folder = eagle3(tmp_path, "raw")
+    (folder / "model.safetensors").write_bytes(b"no tensors")
     with pytest.raises(ModelError, match="its weights cannot be read"):
-        read(place, target)
+        read(folder, target)
 
 
 def test_a_target_without_an_mtp_layer(target: Any) -> None:
@@ -249,23 +252,23 @@ def test_a_target_without_an_mtp_layer(target: Any) -> None:
 
 @pytest.mark.parametrize("form", ["qwen", "deepseek"])
 def test_mtp_that_is_not_understood(form: str, tmp_path: Path) -> None:
-    place = add_mtp(save_decoder(tmp_path, build_decoder("llama", num_hidden_layers=LAYERS)), form)
-    target = load_model(Checkpoint.open(spec_for(place, "draft"))).model
+    folder = add_mtp(save_decoder(tmp_path, build_decoder("llama", num_hidden_layers=LAYERS)), form)
+    target = load_model(Checkpoint.open(spec_for(folder, "draft"))).model
     at = "mtp." if form == "qwen" else "model.layers.4."
-    change(place, lambda one: one.update({f"{at}strange.weight": torch.ones(64)}))
+    change(folder, lambda tensors: tensors.update({f"{at}strange.weight": torch.ones(64)}))
     with pytest.raises(ModelError, match=r"the tensor strange\.weight is not known"):
         read("mtp", target)
     second = "mtp.layers.1.mlp.up_proj.weight" if form == "qwen" else "model.layers.5.eh_proj.weight"
-    change(place, lambda one: one.update({second: torch.ones(64)}))
+    change(folder, lambda tensors: tensors.update({second: torch.ones(64)}))
     with pytest.raises(ModelError, match="several MTP layers"):
         read("mtp", target)
 
 
 def test_one_head_reads_a_target(target: Any, tmp_path: Path) -> None:
-    place = eagle3(tmp_path, "raw")
-    read(place, target)
+    folder = eagle3(tmp_path, "raw")
+    read(folder, target)
     with pytest.raises(ModelError, match=r"a head reads the states of .* already"):
-        read(place, target)
+        read(folder, target)
     target.tap(None)
     target.tap(HiddenStateTap((1,), 64, lambda taken: taken[0]))
 
@@ -291,9 +294,9 @@ def test_targets_that_are_spread_are_refused(target: Any) -> None:
 
 
 def test_a_target_without_a_list_of_layers(tmp_path: Path) -> None:
-    place = save(tmp_path / "t", "gpt2", n_embd=64, n_layer=4)
+    folder = save(tmp_path / "t", "gpt2", n_embd=64, n_layer=4)
     with pytest.raises(ModelError, match="GPT2LMHeadModel has no plain list of layers to take hidden states after"):
-        load_pair(*open_pair(spec_for(place), spec_for(eagle3(tmp_path / "h", "raw"), "draft")))
+        load_pair(*open_pair(spec_for(folder), spec_for(eagle3(tmp_path / "h", "raw"), "draft")))
 
 
 def test_heads_do_not_draft_through_text(folder: Path, tmp_path: Path) -> None:

@@ -48,10 +48,10 @@ class Laws(Observer):
         forward = head.forward
 
         def kept(batch: ForestInput, *, logits: bool = True) -> Tensor | None:
-            found = forward(batch, logits=logits)
-            if found is not None:
-                self.logits.append(found.clone())
-            return found
+            output = forward(batch, logits=logits)
+            if output is not None:
+                self.logits.append(output.clone())
+            return output
 
         monkeypatch.setattr(head, "forward", kept)
 
@@ -60,7 +60,7 @@ class Laws(Observer):
         assert own is not None
         for depth, law in enumerate(self.logits):
             nodes = forest.layers[depth]
-            found = law[:, -nodes.token.shape[1] :]
+            layer_law = law[:, -nodes.token.shape[1] :]
             for row, node in nodes.valid.nonzero().tolist()[::10]:
                 root, prefix = int(nodes.root[row, node]), int(table.common_prefix[row])
                 slots = [*range(prefix), *(prefix + beams.ancestors[row, root].nonzero().flatten()).tolist()]
@@ -68,7 +68,7 @@ class Laws(Observer):
                 path = [*text, int(beams.token[row, root]), *nodes.path_tokens[row, node, :depth].tolist()]
                 some = own[row][own[row] < V]
                 wanted = self.formula.logits(path, len(text))[torch.cat((KEPT, some))]
-                here = found[row, node]
+                here = layer_law[row, node]
                 assert bool((here[len(KEPT) + len(some) :] == float("-inf")).all())
                 self.worst = max(self.worst, apart(here[: len(wanted)], wanted))
                 self.counted, self.own = self.counted + 1, max(self.own, len(some))
@@ -106,9 +106,11 @@ def test_laws_are_those_of_the_whole_lm_head(
     laws = Laws(head, formula, monkeypatch)
     engine = engine_of(pair.target, head, rule, beams)
     engine.observe(laws)
-    found = list(engine.run(requests(6, rule)))
-    assert [result.error for result in found] == [None] * len(PROMPTS)
-    assert plain is None or [[(one.token_ids, one.logprob) for one in result.hypotheses] for result in found] == plain
+    results = list(engine.run(requests(6, rule)))
+    assert [result.error for result in results] == [None] * len(PROMPTS)
+    assert (
+        plain is None or [[(beam.token_ids, beam.logprob) for beam in result.hypotheses] for result in results] == plain
+    )
     assert laws.worst <= 1e-5
     assert laws.counted > 15
     assert laws.own > 10

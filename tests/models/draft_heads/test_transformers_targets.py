@@ -91,8 +91,8 @@ def rounding(target: str, formula: StockHead) -> float:
     stock: Any = transformers.AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     path = torch.randint(0, V, (48,), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
-        found = stock(input_ids=path[None], output_hidden_states=True).hidden_states[-1][0]
-    return apart(found, formula.truth(path.tolist()))
+        state = stock(input_ids=path[None], output_hidden_states=True).hidden_states[-1][0]
+    return apart(state, formula.truth(path.tolist()))
 
 
 @pytest.mark.parametrize(
@@ -154,14 +154,14 @@ def eagle3_pair(folder: Path, family: str) -> tuple[Any, DecoderDraftHead, Scala
         numbers().save_pretrained(folder / "target")
     else:
         save_target(folder / "target", family)
-    place = eagle3(folder / "head", "speculators")
-    pair = load_pair(*open_pair(spec_for(folder / "target"), spec_for(place, "draft")))
+    draft_folder = eagle3(folder / "head", "speculators")
+    pair = load_pair(*open_pair(spec_for(folder / "target"), spec_for(draft_folder, "draft")))
     head: Any = pair.draft
     head.read_from(LAYER_IDS)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float64).eval()
     theirs.set_experts_implementation("eager")
-    tensors = {name: one.double() for name, one in load_file(place / "model.safetensors").items()}
-    return pair, head, ScalarHead(tensors, json.loads((place / "config.json").read_text()), theirs, LAYER_IDS)
+    tensors = {name: tensor.double() for name, tensor in load_file(draft_folder / "model.safetensors").items()}
+    return pair, head, ScalarHead(tensors, json.loads((draft_folder / "config.json").read_text()), theirs, LAYER_IDS)
 
 
 @pytest.mark.parametrize(
@@ -194,14 +194,14 @@ def test_a_layer_in_int8(family: str, any_size: None, tmp_path: Path) -> None:  
     pair = load_pair(*open_pair(spec_for(folder, **more), spec_for("mtp", "draft", **more)))
     assert (pair.target_dtype, pair.draft_dtype) == ("int8+bfloat16", "int8+bfloat16")
     head: Any = pair.draft
-    kinds = {name: type(one) for name, one in head.module.named_modules()}
+    kinds = {name: type(module) for name, module in head.module.named_modules()}
     assert kinds["mtp_fc"] == kinds["model.layers.0.self_attn.o_proj"] == Int8Linear
     tokens = torch.tensor([[5, 40, 11, 30, 7, 60, 12]])
     said = head.read(tokens)[:, 1:]
     plain: Any = load_pair(
         *open_pair(spec_for(folder, dtype="bfloat16"), spec_for("mtp", "draft", dtype="bfloat16"))
     ).draft
-    assert not any(isinstance(one, Int8Linear) for one in plain.module.modules())
+    assert not any(isinstance(module, Int8Linear) for module in plain.module.modules())
     assert 0 < apart(said.float(), plain.read(tokens)[:, 1:].float()) < 0.2
     for rule, beams in (("search", 4), ("coupled", 1)):
         without = answers(engine_of(pair.target, None, rule, beams))
@@ -233,7 +233,7 @@ def test_what_the_engine_sees(loaded: Loads) -> None:
     assert head.kv_bytes_per_slot() == 4 * 2 * 2 * 32
     assert target.kv_bytes_per_slot() == 4 * (2 * 2 * 32 + 64)
     held = load_file(Path(target.name) / "model.safetensors")
-    own = sum(one.nbytes for name, one in held.items() if name.startswith("mtp."))
+    own = sum(tensor.nbytes for name, tensor in held.items() if name.startswith("mtp."))
     assert own <= head.size.held_bytes < own + 4 * V * 64  # embeddings and LM head are the target's
     with pytest.raises(ModelError, match="a head reads the states of"):
         target.tap(HiddenStateTap((), 64, lambda taken: taken[0]))
@@ -257,7 +257,7 @@ def test_a_layer_that_is_not_understood(
 ) -> None:
     folder, _ = save_target(tmp_path, family)
     tensors = {**load_file(folder / "model.safetensors"), **changed}
-    save_file({name: one for name, one in tensors.items() if one is not None}, folder / "model.safetensors")
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, folder / "model.safetensors")
     target = load_model(Checkpoint.open(spec_for(folder, "draft"))).model
     with pytest.raises(ModelError, match=says) as caught:
         load_draft_head(*open_pair(spec_for(folder), spec_for("mtp", "draft")), target)
@@ -268,8 +268,8 @@ def test_a_layer_that_is_not_understood(
 def test_settings_of_an_mtp_layer_that_are_not_known(tmp_path: Path) -> None:
     folder, _ = save_target(tmp_path, "qwen3.5")
     config = json.loads((folder / "config.json").read_text())
-    known = {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
-    for more, says in ((known, None), ({"mtp_layer_types": ["sliding_attention"]}, r"mtp_layer_types = \['sliding")):
+    accepted = {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
+    for more, says in ((accepted, None), ({"mtp_layer_types": ["sliding_attention"]}, r"mtp_layer_types = \['sliding")):
         (folder / "config.json").write_text(json.dumps({**config, **more}))
         target = load_model(Checkpoint.open(spec_for(folder, "draft"))).model
         if says is None:

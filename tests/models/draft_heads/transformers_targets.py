@@ -50,14 +50,14 @@ def save_target(folder: Path, family: str, **changes: Any) -> tuple[Path, Any]:
     settings = {**settings, **changes, "num_hidden_layers": LAYERS + 1}
     if settings["layer_types"] is not None:
         settings["layer_types"] = [*settings["layer_types"], "full_attention"]
-    config = getattr(transformers, kind)(**{name: one for name, one in settings.items() if one is not None})
+    config = getattr(transformers, kind)(**{name: value for name, value in settings.items() if value is not None})
     torch.manual_seed(0)
     whole = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
-    for name, one in whole.named_parameters():
-        if one.ndim > 1 and "A_log" not in name:
-            one.normal_(0, 0.5 if "conv" in name else 0.15)
+    for name, parameter in whole.named_parameters():
+        if parameter.ndim > 1 and "A_log" not in name:
+            parameter.normal_(0, 0.5 if "conv" in name else 0.15)
         elif "norm" in name:
-            one.add_(0.2 * torch.randn_like(one))
+            parameter.add_(0.2 * torch.randn_like(parameter))
     whole.save_pretrained(folder)
     numbers().save_pretrained(folder)
     stated = json.loads((folder / "config.json").read_text())
@@ -74,10 +74,10 @@ def save_target(folder: Path, family: str, **changes: Any) -> tuple[Path, Any]:
     hidden = config.hidden_size
     more = random(7, {f"{at}{name}.weight": (hidden,) for name in names[1:]})
     if FAMILIES[family][3]:
-        more = {name: one - 1 for name, one in more.items()}
+        more = {name: number - 1 for name, number in more.items()}
     more |= random(8, {f"{at}{names[0]}.weight": (hidden, 2 * hidden)})
     held = load_file(folder / "model.safetensors")
-    held = {name.replace(deep, layer) if name.startswith(deep) else name: one for name, one in held.items()}
+    held = {name.replace(deep, layer) if name.startswith(deep) else name: tensor for name, tensor in held.items()}
     save_file({**held, **more}, folder / "model.safetensors")
     return folder, whole
 
@@ -89,11 +89,11 @@ class StockHead(ScalarHead):
         """whole: the model whose last layer it is."""
         target = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
         self.offset, self.whole = int(FAMILIES[family][3]), copy.deepcopy(whole).double()
-        for one in (target, self.whole):
-            one.set_experts_implementation("eager")  # others take no float64
-        held = {name: one.double() for name, one in load_file(folder / "model.safetensors").items()}
+        for model in (target, self.whole):
+            model.set_experts_implementation("eager")  # others take no float64
+        held = {name: tensor.double() for name, tensor in load_file(folder / "model.safetensors").items()}
         at = "mtp." if FAMILIES[family][2] == "qwen" else f"model.layers.{LAYERS}."
-        own = {name.removeprefix(at): one for name, one in held.items() if name.startswith(at)}
+        own = {name.removeprefix(at): tensor for name, tensor in held.items() if name.startswith(at)}
         super().__init__(own, target.config.to_dict(), target, ())
 
     def norm(self, x: Tensor, name: str) -> Tensor:
@@ -112,7 +112,7 @@ class StockHead(ScalarHead):
         body = self.whole.model
         angles = body.rotary_emb(joined, places)
         if len(path) > 1:  # the first token is not seen
-            joined, places, angles = joined[:, 1:], places[:, 1:], tuple(one[:, 1:] for one in angles)
-        found = body.layers[-1](joined, position_embeddings=angles, attention_mask=None, position_ids=places)
-        last = self.norm((found if isinstance(found, Tensor) else found[0])[0, -1], names[3])
+            joined, places, angles = joined[:, 1:], places[:, 1:], tuple(tensor[:, 1:] for tensor in angles)
+        output = body.layers[-1](joined, position_embeddings=angles, attention_mask=None, position_ids=places)
+        last = self.norm((output if isinstance(output, Tensor) else output[0])[0, -1], names[3])
         return last, last @ self.target.get_output_embeddings().weight.T

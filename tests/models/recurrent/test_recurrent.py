@@ -246,11 +246,11 @@ def test_a_row_holds_one_state_whatever_its_length(by_kernel: bool) -> None:
     forest = CausalForestModel(build("mamba2"), "mamba2")
     assert forest.kv_bytes_per_slot() == 0
     decays = 8 if by_kernel else 8 + 2 * 8
-    state, place = 3 * 8 * 16 * 8 * 4, 3 * ((64 + 2 * 2 * 16) + (2 * 16 + 8 * 8 + decays)) * 4
+    state, position = 3 * 8 * 16 * 8 * 4, 3 * ((64 + 2 * 2 * 16) + (2 * 16 + 8 * 8 + decays)) * 4
     kernel = 3 * 3 * (64 + 2 * 2 * 16) * 4  # three inputs of a convolution stay from the common prefix
     inputs = scan.LEAD * 3 * (2 * 16 + 8 * 8 + decays) * 4 if by_kernel else 0  # of tokens that a kernel's state lacks
     for window in (0, 24, 96):
-        assert forest.recurrent_bytes(window) == state + kernel + inputs + (window + 1) * place
+        assert forest.recurrent_bytes(window) == state + kernel + inputs + (window + 1) * position
     forest.reserve(2, 1000, 24)
     cache = forest._cache
     assert isinstance(cache, RecurrentCache)
@@ -283,17 +283,17 @@ def test_tokens_of_the_common_prefix_are_not_run_again(name: str, by_kernel: boo
     seen = torch.ones(count, count, dtype=torch.bool).tril()
 
     def part(places: list[int], other: list[int] | None = None) -> ForestInput:
-        at = torch.tensor([places, [place - behind for place in places] if other is None else other])
+        at = torch.tensor([places, [position - behind for position in places] if other is None else other])
         return ForestInput(tokens.gather(1, at), at, at, seen[at], everything)
 
-    found = []
+    outputs = []
     for again in ([], [base - 3, base - 2, base - 1]):
         forest = CausalForestModel(build(name), name)
         forest.reserve(2, count + 1, 16)
         for row, length in enumerate((base - 2, base - 2 - behind)):
             prompt = part(list(range(length)), list(range(length)))
-            one = [getattr(prompt, name)[row : row + 1] for name in ("tokens", "positions", "slots", "mask")]
-            chain = ForestInput(*one, everything[:1], rows=torch.tensor([row]), chain=True)
+            inputs = [getattr(prompt, name)[row : row + 1] for name in ("tokens", "positions", "slots", "mask")]
+            chain = ForestInput(*inputs, everything[:1], rows=torch.tensor([row]), chain=True)
             forest.forward(chain, logits=False)
         forest.forward(part([base - 2, base - 1]), logits=False)
         same = part([base - 2, base - 1]).slots
@@ -303,5 +303,5 @@ def test_tokens_of_the_common_prefix_are_not_run_again(name: str, by_kernel: boo
         after = forest.forward(part([base + 1, base + 2], [base + 1, base + 2]))
         assert beside is not None
         assert after is not None
-        found.append(torch.cat((beside[0, len(again) :], after[0])))
-    torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=1e-4)
+        outputs.append(torch.cat((beside[0, len(again) :], after[0])))
+    torch.testing.assert_close(outputs[1], outputs[0], atol=1e-4, rtol=1e-4)

@@ -45,11 +45,11 @@ class Tree:
         return cls(parents, rng.sample(range(places or size), size))
 
     def path(self, token: int) -> list[int]:
-        found: list[int] = []
+        tokens: list[int] = []
         while token >= 0:
-            found.append(token)
+            tokens.append(token)
             token = self.parent[token]
-        return found[::-1]
+        return tokens[::-1]
 
     def seen(self, places: int) -> Tensor:
         """[1, size, places]."""
@@ -177,8 +177,8 @@ def test_the_inverse_is_finite() -> None:
         a = torch.randn(1, 2, size, size, generator=generator, dtype=torch.float64).tril(-1)
         a = a / size**0.5
         r = torch.randn(1, 2, size, P, generator=generator, dtype=torch.float64)
-        found = solve(a, r)
-        torch.testing.assert_close(found + a @ found, r, atol=1e-8, rtol=1e-8)
+        solution = solve(a, r)
+        torch.testing.assert_close(solution + a @ solution, r, atol=1e-8, rtol=1e-8)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -223,9 +223,9 @@ def test_a_convolution_reads_the_oldest_first() -> None:
     generator = torch.Generator().manual_seed(1)
     x, weight, bias = (torch.randn(*shape, generator=generator) for shape in ((1, 9, 6), (6, 4), (6,)))
     padded = torch.nn.functional.pad(x, (0, 0, 3, 0))
-    found = convolve([padded[:, tap : tap + 9] for tap in range(4)], weight, bias)
+    convolved = convolve([padded[:, tap : tap + 9] for tap in range(4)], weight, bias)
     expected = torch.nn.functional.conv1d(padded.transpose(1, 2), weight.unsqueeze(1), bias, groups=6).transpose(1, 2)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(convolved, expected)
 
 
 def no_decay(q: Tensor, k: Tensor, c: Tensor, ends: Tensor, seen: Tensor, dtype: torch.dtype) -> Tensor:

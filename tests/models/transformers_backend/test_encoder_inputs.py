@@ -34,7 +34,7 @@ def codec(tokenizer: Any, kind: str, start: int = 2, forced: int | None = None) 
 
 
 def nllb() -> Any:
-    return NllbTokenizer(vocab={piece: place for place, piece in enumerate(PIECES)}, merges=[])
+    return NllbTokenizer(vocab={piece: index for index, piece in enumerate(PIECES)}, merges=[])
 
 
 def asked(**settings: Any) -> Request:
@@ -43,13 +43,13 @@ def asked(**settings: Any) -> Request:
 
 def test_nllb_says_the_source_language_and_forces_the_other() -> None:
     tokenizer = nllb()
-    one = codec(tokenizer, "m2m_100")
-    made = one.encoder_input(asked(source_lang="fra_Latn", target_lang="deu_Latn"))
+    hf_codec = codec(tokenizer, "m2m_100")
+    made = hf_codec.encoder_input(asked(source_lang="fra_Latn", target_lang="deu_Latn"))
     assert tokenizer.convert_ids_to_tokens(made.encoder_input.tolist())[0] == "fra_Latn"
     assert (made.prompt, made.prefix) == ([2], 0)
     assert tokenizer.convert_ids_to_tokens([made.forced]) == ["deu_Latn"]
     # the next row, without a language of its own, has the tokenizer's
-    plain = one.encoder_input(asked(target_lang="deu_Latn"))
+    plain = hf_codec.encoder_input(asked(target_lang="deu_Latn"))
     assert tokenizer.convert_ids_to_tokens(plain.encoder_input.tolist())[0] == "eng_Latn"
 
 
@@ -60,14 +60,14 @@ def test_a_prefix_stands_behind_the_forced_language() -> None:
     assert made.prompt[:2] == [2, language]
     assert (made.forced, made.prefix) == (None, len(made.prompt) - 2)
     # that of the checkpoint, where the row names none
-    one = codec(tokenizer, "m2m_100", forced=language)
+    hf_codec = codec(tokenizer, "m2m_100", forced=language)
     for rules, begin in (
         ("none", [2]),
         ("forced_bos_token_id=none", [2]),
         ("forced_bos_token_id=4", [2, 4]),
         ("min_length=3", [2, language]),
     ):
-        made = one.encoder_input(asked(prefix="b", token_rules=rules))
+        made = hf_codec.encoder_input(asked(prefix="b", token_rules=rules))
         assert made.prompt[: -made.prefix] == begin, "token rules that switch the forced token off, or set it"
     own = codec(tokenizer, "m2m_100", forced=language).encoder_input(asked(prefix="b"))
     assert own.prompt == made.prompt
@@ -90,28 +90,28 @@ def test_m2m100_knows_languages_that_its_vocabulary_lacks(tmp_path: Path) -> Non
     )
     pieces = sentencepiece.SentencePieceProcessor(model_file=f"{prefix}.model")
     words = dict.fromkeys(["<s>", "<pad>", "</s>", "<unk>", *map(pieces.id_to_piece, range(pieces.get_piece_size()))])
-    (tmp_path / "vocab.json").write_text(json.dumps({word: place for place, word in enumerate(words)}))
+    (tmp_path / "vocab.json").write_text(json.dumps({word: index for index, word in enumerate(words)}))
     M2M100Tokenizer(str(tmp_path / "vocab.json"), f"{prefix}.model").save_pretrained(tmp_path / "saved")
     M2M100Config().save_pretrained(tmp_path / "saved")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "saved")
-    one = codec(tokenizer, "m2m_100")
-    made = one.encoder_input(Request("the dog", sampling=SamplingConfig(source_lang="de", target_lang="fr")))
+    hf_codec = codec(tokenizer, "m2m_100")
+    made = hf_codec.encoder_input(Request("the dog", sampling=SamplingConfig(source_lang="de", target_lang="fr")))
     assert tokenizer.convert_ids_to_tokens(made.encoder_input.tolist())[0] == "__de__"
     assert made.forced == tokenizer.get_lang_id("fr")
-    assert one.decode([made.forced, *made.encoder_input.tolist()[1:]]) == "the dog"
-    assert b" dog" in one.token_bytes()
+    assert hf_codec.decode([made.forced, *made.encoder_input.tolist()[1:]]) == "the dog"
+    assert b" dog" in hf_codec.token_bytes()
     with pytest.raises(InvalidRowError, match=r"target_lang is 'xx', .* it knows af, am, ar and others"):
-        one.encoder_input(asked(target_lang="xx"))
+        hf_codec.encoder_input(asked(target_lang="xx"))
 
 
 def test_marks_stand_before_the_text() -> None:
-    words = {word: place for place, word in enumerate(["<pad>", "<s>", "</s>", "a", "b", ">>fra<<"])}
+    words = {word: index for index, word in enumerate(["<pad>", "<s>", "</s>", "a", "b", ">>fra<<"])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    one = codec(wrap(tokenizer), "marian")
-    assert one.encoder_input(asked(target_lang="fra")).encoder_input.tolist() == [5, 3, 4]
+    hf_codec = codec(wrap(tokenizer), "marian")
+    assert hf_codec.encoder_input(asked(target_lang="fra")).encoder_input.tolist() == [5, 3, 4]
     with pytest.raises(InvalidRowError, match="target_lang is 'deu'"):
-        one.encoder_input(asked(target_lang="deu"))
+        hf_codec.encoder_input(asked(target_lang="deu"))
 
 
 @pytest.mark.parametrize(
@@ -128,12 +128,12 @@ def test_languages_that_are_missing_or_unknown_are_told(settings: dict[str, str]
 
 
 def test_a_source_is_cut_behind_its_language() -> None:
-    one = codec(nllb(), "m2m_100")
-    encoder_input = one.encoder_input(asked(target_lang="deu_Latn")).encoder_input
-    kept = one.cut(encoder_input, 3)
+    hf_codec = codec(nllb(), "m2m_100")
+    encoder_input = hf_codec.encoder_input(asked(target_lang="deu_Latn")).encoder_input
+    kept = hf_codec.cut(encoder_input, 3)
     assert kept is not None
     assert kept.tolist() == [int(encoder_input[0]), *encoder_input[-2:].tolist()]
-    assert one.cut(encoder_input, 0) is None
+    assert hf_codec.cut(encoder_input, 0) is None
 
 
 @pytest.mark.parametrize(

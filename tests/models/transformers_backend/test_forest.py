@@ -163,8 +163,8 @@ def test_a_forward_leaves_no_large_masks(monkeypatch: pytest.MonkeyPatch) -> Non
     masks: list[weakref.ref[LayerMask]] = []
     add = AttentionMetadata.add
 
-    def noted(*given: Any, **more: Any) -> LayerMask:
-        mask = add(*given, **more)
+    def noted(*arguments: Any, **more: Any) -> LayerMask:
+        mask = add(*arguments, **more)
         masks.append(weakref.ref(mask))
         return mask
 

@@ -47,8 +47,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Checkpoint folders by name, each written once."""
-    place = tmp_path_factory.mktemp("families")
-    return functools.cache(lambda name: save_pictured(name, place / name))
+    folder = tmp_path_factory.mktemp("families")
+    return functools.cache(lambda name: save_pictured(name, folder / name))
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def stock_beams(
     model: Any, folder: Path, pictures: list[dict[str, Any]], prompt: list[int]
 ) -> list[list[tuple[list[int], float]]]:
     """Beams and scores of transformers' own generate, of each picture alone; BLIP's is its own."""
-    found = []
+    beams = []
     for inputs in pictures:
         if folder.name == "blip":  # which puts its own first token, and drops the last
             begin = {"input_ids": torch.tensor([[START, *prompt, 3]])}
@@ -89,10 +89,10 @@ def stock_beams(
         ends = [END] if folder.name == "blip" else model.generation_config.eos_token_id
         rows = []
         for row in out.sequences[:, start:].tolist():
-            end = next((place + 1 for place, token in enumerate(row) if token in ends), len(row))
+            end = next((position + 1 for position, token in enumerate(row) if token in ends), len(row))
             rows.append(row[:end])
-        found.append(list(zip(rows, out.sequences_scores.tolist(), strict=True)))
-    return found
+        beams.append(list(zip(rows, out.sequences_scores.tolist(), strict=True)))
+    return beams
 
 
 def good(files: list[Path]) -> Request:
@@ -108,11 +108,11 @@ def requests_of(files: list[Path], **asked: Any) -> list[Request]:
 
 def outcomes(results: Iterable[RequestResult]) -> list[Any]:
     """Ids, log-probabilities and texts of all hypotheses, to the last bit."""
-    found = []
+    facts = []
     for result in results:
         result.check()
-        found.append([(one.token_ids, one.logprob, one.text) for one in result.hypotheses])
-    return found
+        facts.append([(beam.token_ids, beam.logprob, beam.text) for beam in result.hypotheses])
+    return facts
 
 
 @pytest.mark.parametrize("family", PICTURED, indirect=True)
@@ -130,8 +130,8 @@ def test_a_family_is_transformers_beam_search(family: Path, files: list[Path]) -
             results = list(engine.replace(batch_size=size).run(requests_of(files, prompt=prompt)))
             for beams, result in zip(want, results, strict=True):
                 result.check()
-                assert [list(one.token_ids) for one in result.hypotheses] == [one for one, _ in beams]
-                assert [one.score for one in result.hypotheses] == pytest.approx([s for _, s in beams], abs=2e-4)
+                assert [list(beam.token_ids) for beam in result.hypotheses] == [tokens for tokens, _ in beams]
+                assert [beam.score for beam in result.hypotheses] == pytest.approx([s for _, s in beams], abs=2e-4)
                 seen.add(result.hypotheses[0].token_ids)
     assert len(seen) > 2, "pictures that make no difference test nothing"
     assert engine.exactness == "same-text"
@@ -151,7 +151,7 @@ def test_drafts_leave_texts_as_they_are(family: Path, files: list[Path]) -> None
             drafting = Engine(target, small, engine.codec, method, batch_size=3)
             results = list(drafting.run(requests_of(files)))
             assert outcomes(results) == want
-            steps[drafter] = sum(one.stats.steps - one.stats.target_calls for one in results)
+            steps[drafter] = sum(result.stats.steps - result.stats.target_calls for result in results)
         assert steps["beam"] > 0
 
 
@@ -160,7 +160,7 @@ def test_memory_goes_by_places_and_not_by_pixels(family: Path, files: list[Path]
     """Guards estimates of a picture's width or of all its numbers; then what a record says."""
     engine = dsbd_cli.load(str(family), None)
     target: Any = engine.target
-    found = []
+    sizes = []
     for file in files:
         source = engine.codec.encoder_input(Request(image=str(file))).encoder_input  # type: ignore[attr-defined]
         target.reserve(1, 2)
@@ -171,8 +171,8 @@ def test_memory_goes_by_places_and_not_by_pixels(family: Path, files: list[Path]
         (result,) = engine.run([Request(image=str(file), sampling=SamplingConfig(max_new_tokens=2))])
         assert result.source_tokens == places
         target.release()
-        found.append(places)
-    assert (len(set(found)) > 1) == (family.name in ("swin", "pix2struct"))
+        sizes.append(places)
+    assert (len(set(sizes)) > 1) == (family.name in ("swin", "pix2struct"))
 
 
 def test_layers_of_trocr_attend_by_our_function_only_where_they_say_the_same(trocr: Path) -> None:
@@ -324,11 +324,11 @@ def test_pictures_are_read_upright_and_in_rgb(tmp_path: Path) -> None:
     tags = Image.Exif()
     tags[0x0112] = 6  # turned by a quarter
     picture.save(tmp_path / "turned.png", exif=tags)
-    found = read_picture(str(tmp_path / "turned.png"))
-    assert (found.size, found.mode) == ((20, 40), "RGB")
-    assert found.getpixel((19, 0)) == (200, 0, 0)
+    upright = read_picture(str(tmp_path / "turned.png"))
+    assert (upright.size, upright.mode) == ((20, 40), "RGB")
+    assert upright.getpixel((19, 0)) == (200, 0, 0)
     stock = transformers.image_utils.load_image(str(tmp_path / "turned.png"))
-    assert np.array_equal(np.asarray(found), np.asarray(stock))
+    assert np.array_equal(np.asarray(upright), np.asarray(stock))
 
 
 @pytest.mark.parametrize("name", ["donut", "nougat"])
@@ -380,9 +380,9 @@ def test_rows_that_cannot_be_read_say_why(engine: Engine, files: list[Path], ask
 
 
 def test_a_request_has_one_source() -> None:
-    for given in ({"image": "a", "audio": "b"}, {"image": "a", "messages": [{"role": "user", "content": "b"}]}):
+    for fields in ({"image": "a", "audio": "b"}, {"image": "a", "messages": [{"role": "user", "content": "b"}]}):
         with pytest.raises(UsageError, match="exactly one of prompt, messages, prompt_ids, audio and image"):
-            Request(**given)  # type: ignore[arg-type]
+            Request(**fields)  # type: ignore[arg-type]
     assert Request("w5", image="a.png").prompt == "w5"
 
 
@@ -409,7 +409,7 @@ def test_tags_stay_in_the_text(tmp_path: Path, files: list[Path]) -> None:
     engine = dsbd_cli.load(str(folder), None, method=MethodConfig(rule="search", num_beams=BEAMS))
     sampling = SamplingConfig(max_new_tokens=4, n_best=BEAMS)
     (result,) = engine.run([Request(word, image=str(files[0]), sampling=sampling)])
-    beam = next(one for one in result.hypotheses if tag in one.token_ids)
+    beam = next(beam for beam in result.hypotheses if tag in beam.token_ids)
     assert beam.text.count(word) == beam.token_ids.count(tag)
     assert result.prompt_tokens == result.source_tokens + 1  # type: ignore[operator]
     assert engine.codec.token_bytes()[tag] == word.encode()
@@ -459,8 +459,10 @@ def test_models_that_are_not_run_say_why(make: Callable[[Path], None], told: str
 
 
 def test_a_model_of_pictures_needs_pillow(trocr: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "PIL" else found(name, *rest))
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "PIL" else find_spec(name, *rest)
+    )
     with pytest.raises(UsageError, match=r"pip install 'dsbd\[image\]'"):
         dsbd_cli.load(str(trocr), None)
 

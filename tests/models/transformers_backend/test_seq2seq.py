@@ -132,7 +132,7 @@ def test_logits_do_not_depend_on_their_company(name: str, dtype: torch.dtype, pa
         return
     with torch.inference_mode():
         alone = _logits(forest, Surroundings())
-        assert all(torch.equal(_logits(forest, one), alone) for one in COMPANIES)
+        assert all(torch.equal(_logits(forest, company), alone) for company in COMPANIES)
 
 
 @pytest.mark.parametrize("name", ["t5", "marian"])
@@ -195,7 +195,7 @@ def test_the_plain_way_depends_on_it(name: str) -> None:
     """The check would prove little if the ordinary attention passed it."""
     model = Seq2SeqForestModel(build_pair(name, **WIDE[name]), name)
     alone = _logits(model, Surroundings(), by_parts=False)
-    assert not all(torch.equal(_logits(model, one, by_parts=False), alone) for one in COMPANIES)
+    assert not all(torch.equal(_logits(model, company, by_parts=False), alone) for company in COMPANIES)
 
 
 def test_the_draft_takes_over_what_the_targets_encoder_read() -> None:
@@ -205,7 +205,7 @@ def test_the_draft_takes_over_what_the_targets_encoder_read() -> None:
     draft.get_encoder().load_state_dict(target.get_encoder().state_dict())
     assert encoder_digest(target) == encoder_digest(draft) == encoder_digest(other)
     assert encoder_digest(target) != encoder_digest(perturbed(target, 0.1))
-    leader, follower, alone = (Seq2SeqForestModel(one, "bart") for one in (target, draft, perturbed(draft, 0.0)))
+    leader, follower, alone = (Seq2SeqForestModel(model, "bart") for model in (target, draft, perturbed(draft, 0.0)))
     leader.share_encoder(follower)
     ran = []
     draft.get_encoder().register_forward_hook(lambda *_: ran.append(1))
@@ -216,6 +216,6 @@ def test_the_draft_takes_over_what_the_targets_encoder_read() -> None:
         model.encode([2, 0], encoder_inputs)
     assert not ran
     for mine, theirs in zip(follower._cross._own, alone._cross._own, strict=True):
-        for one, another in zip(mine.stored, theirs.stored, strict=True):
-            assert torch.allclose(one, another, atol=1e-5)
+        for tensor, another in zip(mine.stored, theirs.stored, strict=True):
+            assert torch.allclose(tensor, another, atol=1e-5)
     assert follower._cross.lengths == alone._cross.lengths == [40, 1, 9]

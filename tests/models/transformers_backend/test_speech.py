@@ -143,11 +143,11 @@ def test_channels_do_not_take_all_memory(tmp_path: Path, monkeypatch: pytest.Mon
 def chirps(folder: Path, count: int) -> list[Path]:
     """Files of different lengths, rates and channels."""
     paths = []
-    for place in range(count):
-        rate, seconds, channels = ((16000, 0.5, 1), (44100, 0.9, 2), (8000, 1.0, 1))[place % 3]
+    for index in range(count):
+        rate, seconds, channels = ((16000, 0.5, 1), (44100, 0.9, 2), (8000, 1.0, 1))[index % 3]
         time = torch.arange(int(rate * seconds)) / rate
-        wave = torch.sin(2 * math.pi * (200 + 300 * place) * time * (1 + time)) * 0.5
-        paths.append(folder / f"{place}.wav")
+        wave = torch.sin(2 * math.pi * (200 + 300 * index) * time * (1 + time)) * 0.5
+        paths.append(folder / f"{index}.wav")
         soundfile.write(paths[-1], wave.unsqueeze(1).repeat(1, channels).numpy(), rate)
     return paths
 
@@ -166,8 +166,8 @@ def features_of(path: Path) -> torch.Tensor:
     """[1, bins, frames], by transformers' extractor."""
     extractor = WhisperFeatureExtractor(feature_size=8, chunk_length=SECONDS)
     wave = read_audio(str(path), 16000, SECONDS).numpy()
-    found: torch.Tensor = extractor(wave, sampling_rate=16000, return_tensors="pt").input_features
-    return found
+    features: torch.Tensor = extractor(wave, sampling_rate=16000, return_tensors="pt").input_features
+    return features
 
 
 def stock_beams(engine: dsbd_cli.Engine, path: Path, prompt: list[int], **more: Any) -> list[list[int]]:
@@ -193,8 +193,8 @@ def scored_beams(
         **more,
     )
     rows = [row[: row.index(END) + 1] if END in row else row for row in out.sequences[:, len(prompt) :].tolist()]
-    found = list(zip(rows, out.sequences_scores.tolist(), strict=True))
-    return [found[start : start + 5] for start in range(0, len(found), 5)]
+    beams = list(zip(rows, out.sequences_scores.tolist(), strict=True))
+    return [beams[start : start + 5] for start in range(0, len(beams), 5)]
 
 
 PROMPTS = {
@@ -213,7 +213,7 @@ def test_speech_is_transformers_beam_search(
     for path, result in zip(sounds, results, strict=True):
         result.check()
         want = stock_beams(engine, path, PROMPTS[languages])
-        assert [list(one.token_ids) for one in result.hypotheses] == want
+        assert [list(beam.token_ids) for beam in result.hypotheses] == want
         assert result.source_tokens == 100 * SECONDS
         assert result.token_rules["begin_suppress_tokens"] == [7, END]
     assert len({result.text for result in results}) > 1
@@ -227,11 +227,11 @@ def test_sixteen_files_with_every_ending(engine: dsbd_cli.Engine, tmp_path_facto
     for number, (penalty, early) in enumerate(ENDINGS):
         places = range(number, len(paths), len(ENDINGS))
         settings = {"length_penalty": penalty, "early_stopping": early}
-        found = scored_beams(engine, [paths[place] for place in places], prompt, **settings)
-        want |= dict(zip(places, found, strict=True))
+        beams = scored_beams(engine, [paths[index] for index in places], prompt, **settings)
+        want |= dict(zip(places, beams, strict=True))
     requests = []
-    for place, path in enumerate(paths):
-        penalty, early = ENDINGS[place % len(ENDINGS)]
+    for index, path in enumerate(paths):
+        penalty, early = ENDINGS[index % len(ENDINGS)]
         asked = SamplingConfig(
             max_new_tokens=NEW, n_best=5, source_lang="en", length_penalty=penalty, early_stopping=early
         )
@@ -242,11 +242,11 @@ def test_sixteen_files_with_every_ending(engine: dsbd_cli.Engine, tmp_path_facto
         depth = 0 if small is None else 3
         method = MethodConfig(rule="search", num_beams=5, depth=depth, drafts_per_layer=10)
         results = list(Engine(target, small, engine.codec, method, batch_size=rows).run(requests))
-        ids = [[list(one.token_ids) for one in result.hypotheses] for result in results]
-        assert ids == [[one for one, _ in want[place]] for place in range(len(paths))]
-        for place, result in enumerate(results):
-            scores = [score for _, score in want[place]]
-            assert [one.score for one in result.hypotheses] == pytest.approx(scores, abs=2e-4)
+        ids = [[list(beam.token_ids) for beam in result.hypotheses] for result in results]
+        assert ids == [[tokens for tokens, _ in want[index]] for index in range(len(paths))]
+        for index, result in enumerate(results):
+            scores = [score for _, score in want[index]]
+            assert [beam.score for beam in result.hypotheses] == pytest.approx(scores, abs=2e-4)
     assert sum(result.stats.steps - result.stats.target_calls for result in results) > 0
 
 
@@ -279,16 +279,16 @@ def test_the_language_is_heard_as_transformers_hears_it(
     asked = SamplingConfig(max_new_tokens=NEW, n_best=5)
     named = [replace(asked, source_lang=code) for code in ("cc", "bb")]
     rows = [(sounds[0], asked), (sounds[1], named[0]), (sounds[1], asked), (sounds[2], asked), (sounds[0], named[1])]
-    results = list(engine.run([Request(audio=str(path), sampling=one) for path, one in rows]))
+    results = list(engine.run([Request(audio=str(path), sampling=sampling) for path, sampling in rows]))
     ids = [int(model.detect_language(features_of(path))) for path, _ in rows]
     codes = {token: name.strip("<|>") for name, token in languages.items()}
     heard = [codes[token] for token in ids]
     assert [result.language for result in results] == [heard[0], None, heard[2], heard[3], None]
     assert len(set(heard)) > 1, "sounds that make no difference test nothing"
-    for (path, one), token, result in zip(rows, ids, results, strict=True):
-        spoken = token if one.source_lang is None else languages[f"<|{one.source_lang}|>"]
+    for (path, sampling), token, result in zip(rows, ids, results, strict=True):
+        spoken = token if sampling.source_lang is None else languages[f"<|{sampling.source_lang}|>"]
         want = stock_beams(engine, path, [START, spoken, TRANSCRIBE, TIMELESS])
-        assert [list(found.token_ids) for found in result.hypotheses] == want
+        assert [list(beam.token_ids) for beam in result.hypotheses] == want
 
 
 def test_languages_may_be_marked_in_capitals(
@@ -328,10 +328,10 @@ def test_languages_of_a_batch_are_heard_together_and_survive_out_of_memory(
     hook.remove()
     assert forwards == [4, 2, 2]
     assert len(read) == 8  # every source in the batch that was too large, and once more
-    for one, result in zip(alone, results, strict=True):
+    for expected, result in zip(alone, results, strict=True):
         assert result.error is None
-        assert result.language == one.language is not None
-        assert result.hypotheses == one.hypotheses
+        assert result.language == expected.language is not None
+        assert result.hypotheses == expected.hypotheses
 
 
 def test_speech_wanted_in_another_language_than_english_was_spoken_in_it(
@@ -341,7 +341,7 @@ def test_speech_wanted_in_another_language_than_english_was_spoken_in_it(
         [Request(audio=str(sounds[0]), sampling=SamplingConfig(max_new_tokens=NEW, n_best=5, target_lang="de"))]
     )
     want = stock_beams(engine, sounds[0], PROMPTS["german", "de"])
-    assert [list(found.token_ids) for found in result.hypotheses] == want
+    assert [list(beam.token_ids) for beam in result.hypotheses] == want
     assert result.language is None  # nothing had to be heard
 
 
@@ -367,7 +367,7 @@ def test_timestamps_are_transformers(
     requests = [Request(audio=str(path), sampling=sampling) for path in sounds]
     for method in (MethodConfig(rule="search", num_beams=5), MethodConfig(rule="search", num_beams=5, drafter="ngram")):
         results = list(Engine(engine.target, None, codec, method, batch_size=2).run(requests))
-        assert [[list(one.token_ids) for one in result.hypotheses] for result in results] == want
+        assert [[list(beam.token_ids) for beam in result.hypotheses] for result in results] == want
     assert {True, False} == {token in TIMES for beams in want for beam in beams for token in beam[1:]}
     assert results[0].token_rules["timestamps"] is True
     for beam in (beam for result in results for beam in result.hypotheses):
@@ -386,7 +386,7 @@ def test_bench_hears_files(
 ) -> None:
     """Guards other features, first tokens or texts on either side: both give the words that transformers gives."""
     model: Any = engine.target.module  # type: ignore[attr-defined]
-    codec, data, found = engine.codec, tmp_path / "data.jsonl", tmp_path / "found.jsonl"
+    codec, data, report = engine.codec, tmp_path / "data.jsonl", tmp_path / "found.jsonl"
     said = []
     for path in sounds:
         spoken = EN if language else int(model.detect_language(features_of(path)))
@@ -397,9 +397,9 @@ def test_bench_hears_files(
     options = ["bench", "--target", str(folder), "--draft", "none", "--task", "words", "--data", str(data)]
     options += ["--methods", "beam-search,hf-beam-search", "--num-beams", "5", "--max-new-tokens", str(NEW)]
     options += ["--set", f"source-lang={language}"] if language else []
-    options += ["--records", "3", "--rounds", "1", "--json", str(found), "--files-under", str(sounds[0].parent)]
+    options += ["--records", "3", "--rounds", "1", "--json", str(report), "--files-under", str(sounds[0].parent)]
     assert run(options) == 0
-    lines = [line for line in map(json.loads, found.read_text().splitlines()) if "method" in line]
+    lines = [line for line in map(json.loads, report.read_text().splitlines()) if "method" in line]
     assert len(lines) == 2
     assert [line["scores"]["1 - WER"]["value"] for line in lines] == [1.0, 1.0]
 

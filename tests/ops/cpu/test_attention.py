@@ -259,7 +259,7 @@ def test_threads_do_not_change_bits(groups: int, monkeypatch: pytest.MonkeyPatch
             torch.set_num_threads(threads)
             assert all(torch.equal(case.run(), wanted) for _ in range(4))
         with ThreadPoolExecutor(3) as pool:
-            assert all(torch.equal(found, wanted) for found in pool.map(lambda _: case.run(), range(12)))
+            assert all(torch.equal(output, wanted) for output in pool.map(lambda _: case.run(), range(12)))
     finally:
         torch.set_num_threads(before)
 
@@ -271,9 +271,9 @@ def test_what_is_not_a_number_stays_so_and_stays_where_it_is() -> None:
     slot = int((seen.sum(0) * (torch.arange(200) >= 100)).bool().logical_and(~seen.all(0)).nonzero()[0])
     key = case.key.clone()
     key[:, :, slot] = math.nan
-    found, wanted = replace(case, key=key).run(), case.run()
-    assert found[0, seen[:, slot]].isnan().all()
-    assert torch.equal(found[0, ~seen[:, slot]], wanted[0, ~seen[:, slot]])
+    outputs, wanted = replace(case, key=key).run(), case.run()
+    assert outputs[0, seen[:, slot]].isnan().all()
+    assert torch.equal(outputs[0, ~seen[:, slot]], wanted[0, ~seen[:, slot]])
 
 
 def test_a_node_that_sees_nothing_gives_zeros() -> None:

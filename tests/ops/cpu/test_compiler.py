@@ -173,11 +173,11 @@ def test_a_cache_of_another_user_is_not_trusted(tmp_path: Path, monkeypatch: pyt
     source.write_text("")
     folder.mkdir(mode=0o755)
     assert distrust(folder, source) is None
-    found: Any = Path.stat
+    stat: Any = Path.stat
 
-    def owned(place: Path, **options: Any) -> Any:
-        values = list(found(place, **options))
-        values[4] = 4242 if place == folder else 0
+    def owned(path: Path, **options: Any) -> Any:
+        values = list(stat(path, **options))
+        values[4] = 4242 if path == folder else 0
         return os.stat_result(values)
 
     monkeypatch.setattr(Path, "stat", owned)
@@ -328,8 +328,8 @@ def test_kernels_compile_for_every_processor(name: str, tmp_path: Path) -> None:
     kept = {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": flags, "NUMBA_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-c", COMPILE_ALL, *NOT_LOADED.get(name, ())]
     env = {**os.environ, **kept}
-    found = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
-    assert (found.returncode, found.stdout.split()) == (0, [processor]), found.stderr[-2000:]
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
+    assert (done.returncode, done.stdout.split()) == (0, [processor]), done.stderr[-2000:]
     assert any(tmp_path.rglob("*.nbc")), "the kernels of this folder were taken, not compiled"
 
 

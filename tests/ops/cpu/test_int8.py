@@ -52,7 +52,9 @@ class Attention(nn.Module):
 WAYS = [
     backend
     for backend in (module.TorchInt8, module.CompiledInt8)
-    if any(one.op is backend and select._missing(one, torch.float32, frozenset()) is None for one in select.TABLE)
+    if any(
+        kernel.op is backend and select._missing(kernel, torch.float32, frozenset()) is None for kernel in select.TABLE
+    )
 ]
 
 
@@ -215,8 +217,8 @@ def test_a_loaded_model_is_close_and_invariant(family: str, dtype: str, any_size
         assert Int8Linear in {type(layer) for layer in target.module.modules()}
     else:
         weights = target.decoder.weights
-        products = [getattr(one, name) for one in weights.layers for name in ("qkv", "out", "gate_up", "down")]
-        assert {type(one) for one in (*products, weights.lm_head)} == {Int8Product}
+        products = [getattr(layer, name) for layer in weights.layers for name in ("qkv", "out", "gate_up", "down")]
+        assert {type(product) for product in (*products, weights.lm_head)} == {Int8Product}
     assert target.invariant
     exact: Any = load_model(Checkpoint.open(ModelSpec(folder, device="cpu", dtype="float32"))).model
     tokens = torch.randint(0, V, (2, 19), generator=torch.Generator().manual_seed(5))

@@ -34,7 +34,7 @@ SERVED = [name for name in ITERATION_KERNELS if name not in ("candidates", "move
 
 def numba_ops(names: Iterable[str]) -> dict[str, Any]:
     """The named operations by CPU kernels."""
-    return {one.name: one.op for one in TABLE if one.name in names}
+    return {kernel.name: kernel.op for kernel in TABLE if kernel.name in names}
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_iterations_are_those_of_tensor_code(name: str, monkeypatch: pytest.Monk
         for kernel in made(*(SETTINGS | OWN_LIMITS)[name], numba_ops):
             if kernel.name in SERVED:
                 calls.clear()
-                assert [one for seed in (1, 2) for one in differences(kernel, CPU, seed)] == []
+                assert [difference for seed in (1, 2) for difference in differences(kernel, CPU, seed)] == []
                 served = kernel.name == "commit" or (SETTINGS | OWN_LIMITS)[name][0]["rule"] != "rejection"
                 assert bool(calls) == served, "the wrong code ran"
 
@@ -115,21 +115,23 @@ def test_a_wrong_walk_is_found(change: str, monkeypatch: pytest.MonkeyPatch) -> 
             tensors["finished_score"][:, 0] += 0.1
 
     monkeypatch.setattr(iteration, "verify", wrong)
-    kernel = next(one for one in made({"rule": "search"}, {}, numba_ops) if one.name == "verify")
+    kernel = next(kernel for kernel in made({"rule": "search"}, {}, numba_ops) if kernel.name == "verify")
     with torch.inference_mode():
         assert list(differences(kernel, CPU))
 
 
-@pytest.mark.parametrize("place", ["ran", "stopping"])
-def test_a_wrong_commit_is_found(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("mutant", ["ran", "stopping"])
+def test_a_wrong_commit_is_found(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real = iteration.commit
 
     def wrong(*arguments: Any) -> None:
         *others, ran, stopping = arguments
-        real(*others, ran - 1 if place == "ran" else ran, not stopping if place == "stopping" else stopping)
+        real(*others, ran - 1 if mutant == "ran" else ran, not stopping if mutant == "stopping" else stopping)
 
     monkeypatch.setattr(iteration, "commit", wrong)
-    kernel = next(one for one in made({"rule": "search"}, {"stop": ("AB",)}, numba_ops) if one.name == "commit")
+    kernel = next(
+        kernel for kernel in made({"rule": "search"}, {"stop": ("AB",)}, numba_ops) if kernel.name == "commit"
+    )
     with torch.inference_mode():
         assert list(differences(kernel, CPU))
 
@@ -158,9 +160,9 @@ def test_a_gate_ends_the_forest_as_it_ends_that_of_tensor_code(rule: str, kept: 
         return seen, (report.rows, reached), [value[alive].tolist() for value in (state.beams.token, state.beams.path)]
 
     with torch.inference_mode():
-        (mine, *found), (other, *wanted) = left(*SERVED), left()
-    assert found == wanted
-    assert [pytest.approx(one, abs=1e-5) for one in other] == mine
+        (mine, *numbers), (other, *wanted) = left(*SERVED), left()
+    assert numbers == wanted
+    assert [pytest.approx(confidence, abs=1e-5) for confidence in other] == mine
     assert len(mine) == min(kept + 1, 2)
 
 
@@ -184,7 +186,7 @@ def answers(rule: str, sampling: dict[str, Any], *, kernels: bool, batch_size: i
     ]
     return [
         [
-            [(one.token_ids, one.logprob, one.score) for one in result.hypotheses],
+            [(beam.token_ids, beam.logprob, beam.score) for beam in result.hypotheses],
             [result.stats.steps, result.stats.target_calls, result.stats.drafted, result.stats.accepted],
         ]
         for result in engine.run(rows)
@@ -196,11 +198,11 @@ def answers(rule: str, sampling: dict[str, Any], *, kernels: bool, batch_size: i
 def test_texts_are_those_of_tensor_code(rule: str, sampling: dict[str, Any]) -> None:
     if rule == "search" and sampling:
         pytest.skip("rule search does not sample")
-    found, wanted = (answers(rule, sampling, kernels=kernels) for kernels in (True, False))
-    for mine, other in zip(found, wanted, strict=True):
+    texts, wanted = (answers(rule, sampling, kernels=kernels) for kernels in (True, False))
+    for mine, other in zip(texts, wanted, strict=True):
         assert mine[1] == other[1]
-        assert [one[0] for one in mine[0]] == [one[0] for one in other[0]]
-        assert [one[1:] for one in mine[0]] == [pytest.approx(one[1:], abs=1e-4) for one in other[0]]
+        assert [beam[0] for beam in mine[0]] == [beam[0] for beam in other[0]]
+        assert [beam[1:] for beam in mine[0]] == [pytest.approx(beam[1:], abs=1e-4) for beam in other[0]]
 
 
 @pytest.mark.parametrize("rule", ["coupled", "search"])
@@ -228,8 +230,8 @@ def test_candidates_do_not_depend_on_threads() -> None:
     shared = candidates.candidates(x, 8)
     assert alone is not None
     assert shared is not None
-    for one, other in zip(alone, shared, strict=True):
-        assert torch.equal(one.nan_to_num(nan=7.0), other.nan_to_num(nan=7.0))
+    for tensor, other in zip(alone, shared, strict=True):
+        assert torch.equal(tensor.nan_to_num(nan=7.0), other.nan_to_num(nan=7.0))
 
 
 def test_candidates_that_the_kernel_does_not_read_are_left_to_tensor_code() -> None:

@@ -33,11 +33,11 @@ pytestmark = [
 def test_what_the_kernels_do_not_take_is_left_to_torch() -> None:
     """Heads of 8 numbers, gates of 50, half precision."""
     cpu = torch.device("cpu")
-    found = ops_for(cpu, torch.float32, LAYERS, widths=frozenset({64, 96, 16}))
-    assert found.by("numba") == ("gated", "norm", "program", "rotate")
+    selected = ops_for(cpu, torch.float32, LAYERS, widths=frozenset({64, 96, 16}))
+    assert selected.by("numba") == ("gated", "norm", "program", "rotate")
     for dtype, widths in ((torch.float32, {64, 96, 4}), (torch.float32, {64, 50, 16}), (torch.float16, {64, 96, 16})):
         left = ops_for(cpu, dtype, LAYERS, widths=frozenset(widths))
-        assert left.by("torch") == found.by("numba")
+        assert left.by("torch") == selected.by("numba")
         assert replace(left, report=()) == Ops()
 
 

@@ -75,12 +75,12 @@ def test_groups_of_rows_point_to_the_rows() -> None:
     assert packing.readable_in_groups(weights)
     groups, held = packing.row_groups(weights)
     assert len(groups) * packing.SIDES == 2 * packing.COLUMNS
-    found = [
+    lines = [
         ctypes.string_at(begin + row * apart, 64) for begin, apart in groups.tolist() for row in range(packing.SIDES)
     ]
-    assert b"".join(found[:80]) == torch.cat(weights).numpy().tobytes()
-    assert set(found[80:]) == {bytes(64)}
-    assert all(one.data_ptr() == weight.data_ptr() for one, weight in zip(held, weights, strict=False))
+    assert b"".join(lines[:80]) == torch.cat(weights).numpy().tobytes()
+    assert set(lines[80:]) == {bytes(64)}
+    assert all(stored.data_ptr() == weight.data_ptr() for stored, weight in zip(held, weights, strict=False))
 
 
 def test_rows_that_fill_no_group_are_packed() -> None:
@@ -106,7 +106,9 @@ def test_matrix_units_read_rows_as_lines(
     try:
         with torch.inference_mode():
             rows = packing.CompiledLinear(weights)
-            assert [one.data_ptr() for one in rows.weights[: len(weights)]] == [one.data_ptr() for one in weights]
+            assert [weight.data_ptr() for weight in rows.weights[: len(weights)]] == [
+                weight.data_ptr() for weight in weights
+            ]
             monkeypatch.setattr(packing, "readable_in_groups", lambda weights: False)
             lines = packing.CompiledLinear(weights)
             for threads in (1, 3):
@@ -181,8 +183,8 @@ def test_layers_of_one_input_become_one_product(dtype: torch.dtype) -> None:
         product = packed_linear([layer.weight for layer in layers], [layer.bias for layer in layers])
         assert product.parts == [96, 72, 64]
         alone = [PackedLinear.of(layer) for layer in layers]
-        for given in (x, other, x):
-            assert torch.equal(product.compute(given), torch.cat([layer(given) for layer in alone], -1))
+        for inputs in (x, other, x):
+            assert torch.equal(product.compute(inputs), torch.cat([layer(inputs) for layer in alone], -1))
 
 
 @needs_packing
@@ -235,7 +237,7 @@ def test_experts_and_their_router_keep_the_bits_of_a_token(name: str, dtype: tor
     draft. The sums are those of the library."""
     serves(dtype)
     model = build(name, num_experts_per_tok=2, intermediate_size=64).to(dtype)  # by 32: torch's sigmoid goes by place
-    (block, *_) = (one for one in model.modules() if hasattr(one, "experts"))
+    (block, *_) = (module for module in model.modules() if hasattr(module, "experts"))
     hidden = model.config.hidden_size
     x = torch.randn(1, 400, hidden, generator=torch.Generator().manual_seed(3)).to(dtype)
 
@@ -341,7 +343,7 @@ def test_weights_that_share_a_block_of_memory_do_not_overlap() -> None:
 @pytest.mark.parametrize("size", [0, 5, HUGE, 3 * HUGE + 5])
 def test_zeros_are_zeros(size: int) -> None:
     for _ in range(2):  # the second time perhaps in memory that the first one wrote to
-        found = memory.allocate_zeros(size)
-        assert found.shape == (size,)
-        assert not found.any()
-        found.fill_(1)
+        zeros = memory.allocate_zeros(size)
+        assert zeros.shape == (size,)
+        assert not zeros.any()
+        zeros.fill_(1)

@@ -47,7 +47,7 @@ def test_candidates_are_those_of_torch(count: int, dtype: torch.dtype, monkeypat
         kernel(arguments, work, items)
 
     monkeypatch.setattr(logsumexp, "compiled", lambda: asking)
-    found = top_candidates(logits, CandidateCount(count))
+    candidates = top_candidates(logits, CandidateCount(count))
     assert sum(asked) == 6
-    assert torch.equal(found.tokens, plain.tokens)
-    torch.testing.assert_close(found.logprobs, plain.logprobs, rtol=1e-6, atol=1e-6)
+    assert torch.equal(candidates.tokens, plain.tokens)
+    torch.testing.assert_close(candidates.logprobs, plain.logprobs, rtol=1e-6, atol=1e-6)

@@ -91,7 +91,9 @@ def test_bits_of_a_query_are_its_own(dtype: torch.dtype) -> None:
     nodes, groups, slots = 40, 3, 300
     query, key, value = drawn(dtype, rows=3, heads=2, groups=groups, nodes=nodes, slots=slots, dim=64)
     counts = torch.arange(3 * nodes).view(3, nodes) * 7 % slots + 1
-    out, sums = (one.unflatten(2, (groups, nodes)) for one in prompt_attention.attend(query, key, value, counts, 0.125))
+    out, sums = (
+        part.unflatten(2, (groups, nodes)) for part in prompt_attention.attend(query, key, value, counts, 0.125)
+    )
     for row, node in ((0, 0), (0, 17), (1, 39), (2, 5)):
         states = query[row : row + 1, :, node : node + 1], key[row : row + 1].clone(), value[row : row + 1].clone()
         own = counts[row : row + 1, node : node + 1].contiguous()
@@ -110,15 +112,15 @@ def test_bits_of_a_query_are_its_own(dtype: torch.dtype) -> None:
 def test_threads_and_blocks_do_not_change_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     needs_kernel(dtype)
     states = drawn(dtype, rows=1, heads=1, groups=5, nodes=30, slots=400, dim=64)
-    counts, before, found = torch.full((1, 1), 400), torch.get_num_threads(), list[Tensor]()
+    counts, before, runs = torch.full((1, 1), 400), torch.get_num_threads(), list[Tensor]()
     try:
         for threads, queries in ((1, 64), (2, 64), (3, 7), (2, 150)):
             torch.set_num_threads(threads)
             monkeypatch.setattr(prompt_attention, "QUERIES", queries)
-            found.append(prompt_attention.attend(*states, counts, 0.125)[0])
+            runs.append(prompt_attention.attend(*states, counts, 0.125)[0])
     finally:
         torch.set_num_threads(before)
-    assert all(torch.equal(one, found[0]) for one in found)
+    assert all(torch.equal(run, runs[0]) for run in runs)
 
 
 def test_heads_of_other_sizes_are_left_to_torch() -> None:

@@ -63,8 +63,8 @@ def recurrence(data: dict[str, Tensor], path: list[int], *, delta: bool) -> tupl
 
 def arrays(data: dict[str, Tensor], tokens: list[int], delta: bool) -> dict[str, NDArray[Any]]:
     """Of these tokens; without betas where u is given."""
-    found = {name: data[name][:, tokens].contiguous().numpy() for name in ("q", "k", "v", "g", "beta")}
-    return found if delta else found | {"beta": found["beta"][:, :, :0].copy()}
+    arrays = {name: data[name][:, tokens].contiguous().numpy() for name in ("q", "k", "v", "g", "beta")}
+    return arrays if delta else arrays | {"beta": arrays["beta"][:, :, :0].copy()}
 
 
 class Layer:
@@ -104,7 +104,7 @@ class Layer:
         answers(self.state, rows, rows, none, self.planes, plan)
         assert (self.state[0] == 7).all()
         for plane in self.planes:
-            common_prefix = np.concatenate((plane[1, :LEAD], plane[1, [LEAD + place for place in places]]))
+            common_prefix = np.concatenate((plane[1, :LEAD], plane[1, [LEAD + position for position in places]]))
             plane[1, :LEAD] = common_prefix[len(places) :]
         self.base += len(places)
 
@@ -191,13 +191,13 @@ def test_the_bits_are_those_of_the_path(seed: int, width: int, channels: bool, d
         for first in range(0, size - joined, step):
             tokens = list(range(first, min(first + step, size - joined)))
             beside = [size - joined + first % branch]
-            found = layer.forest(left, tokens + beside)
-            assert (found[: len(tokens)] == y[0, joined + first : joined + first + len(tokens)]).all()
+            outputs = layer.forest(left, tokens + beside)
+            assert (outputs[: len(tokens)] == y[0, joined + first : joined + first + len(tokens)]).all()
         layer.fold([left.place[token] for token in range(size - joined)])
         assert (layer.state[1] == state[0]).all()
         assert all(
-            (one[1, :LEAD] == other[0, size : size + LEAD]).all()
-            for one, other in zip(layer.planes, planes, strict=True)
+            (plane[1, :LEAD] == other[0, size : size + LEAD]).all()
+            for plane, other in zip(layer.planes, planes, strict=True)
         )
 
 
@@ -220,13 +220,13 @@ def test_scan_mask_and_taps_are_those_of_tensor_code(seed: int) -> None:
     own = positions.gather(1, slots.clamp(max=active - 1))
     batch = ForestInput(torch.zeros_like(slots), own, slots, seen & (positions[:, None] <= own[:, :, None]), positions)
     places = TailBuffer(batch, base, width, trash)
-    found = places.scan_mask
-    assert (found.seen == places.seen.numpy()).all()
-    assert (found.depths == places.depths.numpy()).all()
-    assert (found.at == places.at.numpy()).all()
-    alike = (found.at[:, :, None] == found.at[:, None]).argmax(2)
-    assert (found.first == np.where(found.at < width, alike, np.arange(nodes))).all()
-    assert found.alone == (found.first == np.arange(nodes)).all() == (seed == 3)
+    scan_mask = places.scan_mask
+    assert (scan_mask.seen == places.seen.numpy()).all()
+    assert (scan_mask.depths == places.depths.numpy()).all()
+    assert (scan_mask.at == places.at.numpy()).all()
+    alike = (scan_mask.at[:, :, None] == scan_mask.at[:, None]).argmax(2)
+    assert (scan_mask.first == np.where(scan_mask.at < width, alike, np.arange(nodes))).all()
+    assert scan_mask.alone == (scan_mask.first == np.arange(nodes)).all() == (seed == 3)
     flat, back = places.taps(taps - 1)
     assert (flat == places.flat_in(taps - 1).numpy()).all()
     there = np.broadcast_to((slots != trash).flatten().numpy(), back.shape)
@@ -243,8 +243,8 @@ def test_what_is_stored_is_scaled_and_y_begins_with_the_skipped_part() -> None:
     before = layer.planes[1].copy()
     scan.put(layer.rows, at, LEAD, own["k"], *spread(own), scales, own["g"], skip, *layer.planes, y)
     assert (y == own["v"] * skip[:, None]).all()
-    for node, place in ((0, 3), (2, 0), (4, 4)):
-        before[1, LEAD + place] = own["v"][0, node] * scales[0, node][:, None]
+    for node, slot in ((0, 3), (2, 0), (4, 4)):
+        before[1, LEAD + slot] = own["v"][0, node] * scales[0, node][:, None]
     assert (layer.planes[1] == before).all()
 
 
@@ -340,11 +340,11 @@ def test_silu() -> None:
     x = torch.cat((torch.linspace(-87, 87, 9 * CHANNELS - len(ends)), ends)).view(9, CHANNELS)
     weight = torch.zeros(CHANNELS, 2)
     weight[:, 1] = 1
-    found = convolved(x, CHANNELS, weight, None, smooth=True)
+    smoothed = convolved(x, CHANNELS, weight, None, smooth=True)
     expected = torch.nn.functional.silu(x.double()).numpy()
-    assert (np.abs(found - expected) <= 1e-6 * np.abs(expected) + 1e-36 * x.abs().numpy()).all()
+    assert (np.abs(smoothed - expected) <= 1e-6 * np.abs(expected) + 1e-36 * x.abs().numpy()).all()
     assert np.isnan(convolved(torch.full((1, CHANNELS), torch.nan), CHANNELS, weight, None, smooth=True)).all()
     for moved in (x[:1], x[:, 1:]):  # in other company, and in another place
         count, channels = moved.shape
         alone = convolved(moved, channels, weight[:channels], None, smooth=True)
-        assert (alone == found[:count, CHANNELS - channels :]).all()
+        assert (alone == smoothed[:count, CHANNELS - channels :]).all()

@@ -48,35 +48,35 @@ def _patched_once(real: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 def _remembered(real: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """triton's `_get_np_dtype`, which makes its whole table at each call; a block has the type of its elements."""
-    known: dict[str, Any] = {}
+    types: dict[str, Any] = {}
 
     def call(kind: Any) -> Any:
         name = kind.scalar.name
-        if name not in known:
-            known[name] = real(kind)
-        return known[name]
+        if name not in types:
+            types[name] = real(kind)
+        return types[name]
 
     return call
 
 
-def _shaped_once(shape: Sequence[Any], known: dict[tuple[int, ...], Any], make: Callable[[], Any]) -> Any:
+def _shaped_once(shape: Sequence[Any], shapes: dict[tuple[int, ...], Any], make: Callable[[], Any]) -> Any:
     """What belongs to a shape, made once. shape: of integers, or of constants that stand for them."""
-    key = tuple(one.value if isinstance(one, tl.constexpr) else one for one in shape)
-    if key not in known:
-        known[key] = make()
-    return known[key]
+    key = tuple(size.value if isinstance(size, tl.constexpr) else size for size in shape)
+    if key not in shapes:
+        shapes[key] = make()
+    return shapes[key]
 
 
 def _typed_once(real: Callable[..., None]) -> Callable[..., None]:
     """triton's `block_type.__init__`, which checks and spells a shape at each call."""
-    known: dict[tuple[int, ...], Any] = {}
+    shapes: dict[tuple[int, ...], Any] = {}
 
     def call(self: Any, element_ty: Any, shape: Any) -> None:
         def make() -> tuple[Any, int, str]:
             real(self, element_ty, shape)
             return self.shape, self.numel, str(self.shape)
 
-        self.shape, self.numel, text = _shaped_once(shape, known, make)
+        self.shape, self.numel, text = _shaped_once(shape, shapes, make)
         self.element_ty, self.name = element_ty, f"<{text}, {element_ty}>"
 
     return call
@@ -84,7 +84,7 @@ def _typed_once(real: Callable[..., None]) -> Callable[..., None]:
 
 def _constants_once(real: Callable[..., None]) -> Callable[..., None]:
     """triton's `tensor.__init__`, which makes constants of a shape at each call."""
-    known: dict[tuple[int, ...], Any] = {}
+    shapes: dict[tuple[int, ...], Any] = {}
 
     def call(self: Any, handle: Any, type: Any) -> None:
         def make() -> tuple[Any, Any]:
@@ -92,7 +92,7 @@ def _constants_once(real: Callable[..., None]) -> Callable[..., None]:
             return self.shape, self.numel
 
         self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.shape, self.numel = _shaped_once(type.shape if type.is_block() else (), known, make)
+        self.shape, self.numel = _shaped_once(type.shape if type.is_block() else (), shapes, make)
 
     return call
 

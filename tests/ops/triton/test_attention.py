@@ -25,23 +25,23 @@ def test_bits_of_a_node_do_not_depend_on_its_company(prompt: int) -> None:
     keys, values = torch.randn(2, 1, heads, prompt + suffix, dim, generator=generator)
     alone = ask(query, keys, values, torch.ones(1, 1, prompt + suffix, dtype=torch.bool), [prompt])
     more, slots = 21, prompt + 70
-    place = torch.randperm(slots - prompt, generator=generator)[:suffix].sort().values + prompt
+    positions = torch.randperm(slots - prompt, generator=generator)[:suffix].sort().values + prompt
     many = torch.randn(2, 2 * heads, more, dim, generator=generator)
     many[1, :, 17] = query[0, :, 0]
     wide = torch.randn(2, 2, heads, slots, dim, generator=generator)
     for plane, own in zip(wide, (keys, values), strict=True):
         plane[1, :, :prompt] = own[0, :, :prompt]
-        plane[1][:, place] = own[0, :, prompt:]
+        plane[1][:, positions] = own[0, :, prompt:]
     seen = torch.rand(2, more, slots, generator=generator) < 0.3
     seen[1, 17] = False
-    seen[1, 17, place] = True
+    seen[1, 17, positions] = True
     seen[..., prompt] |= ~seen.any(-1)
-    found = ask(many, *wide, seen, [7, prompt])
-    assert torch.equal(found[1, :, 17], alone[0, :, 0])
+    output = ask(many, *wide, seen, [7, prompt])
+    assert torch.equal(output[1, :, 17], alone[0, :, 0])
 
 
 def ask(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor, prompt: list[int]
 ) -> torch.Tensor:
-    given = (one.to(DEVICE) for one in (query, key, value, seen, torch.tensor(prompt)))
-    return attention(*given, query.shape[-1] ** -0.5, True)
+    arguments = (tensor.to(DEVICE) for tensor in (query, key, value, seen, torch.tensor(prompt)))
+    return attention(*arguments, query.shape[-1] ** -0.5, True)

@@ -28,8 +28,8 @@ def test_every_shape_in_use_compiles_without_spills(capability: int) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     made = [json.loads(line) for line in done.stdout.splitlines()]
-    assert {one["capability"] for one in made} == {capability}
-    names = {one["kernel"].removesuffix("_kernel") for one in made}
+    assert {kernel["capability"] for kernel in made} == {capability}
+    names = {kernel["kernel"].removesuffix("_kernel") for kernel in made}
     iteration = {"candidates", "begin", "extend", "verify", "commit", "move"}
     assert names == iteration | {"norm", "gated", "rotate", "linear", "summed", "prompt", "suffix"}
-    assert [one for one in made if one["spilled"] or one["shared"] > SHARED] == []
+    assert [kernel for kernel in made if kernel["spilled"] or kernel["shared"] > SHARED] == []

@@ -82,8 +82,8 @@ def test_kernels_give_the_logits_of_plain_torch(family: str) -> None:
         assert all(getattr(forest.ops, name) is not getattr(Ops(), name) for name in kernels)
         forest.reserve(1, 64)
         logits.append(forest.forward(chain()))
-    for found in logits[1:]:
-        assert close(found, logits[0])
+    for outcome in logits[1:]:
+        assert close(outcome, logits[0])
 
 
 def test_logits_of_a_node_have_the_same_bits_in_any_company() -> None:
@@ -124,8 +124,8 @@ def test_a_long_prompt_goes_through_the_kernel_without_bits_too(family: str, mon
             for node in range(first, last):
                 seen[0, node - first, slots[0, : node + 1]] = True
             part = (item[:, first:last] for item in (text, torch.arange(46)[None], slots))
-            found = forest.forward(ForestInput(*part, seen, slot_positions, prompt=prompt))
-        logits.append(found)
+            output = forest.forward(ForestInput(*part, seen, slot_positions, prompt=prompt))
+        logits.append(output)
         forest.release()
     assert close(logits[1], logits[0])
     assert [prompt.tolist() for prompt in calls] == ([[40]] if family == "llama" else [])
@@ -167,15 +167,15 @@ def test_kernels_of_layers_that_fail_are_left_out(fault: str, tmp_path: Path, mo
         asked.append(kernels)
         return Ops(norm=norm, rotate=rotate) if "gated" in kernels else Ops()
 
-    def norm(*given: Any) -> Any:
+    def norm(*arguments: Any) -> Any:
         if fault == "raises":
             raise RuntimeError("out of resource: shared memory")
-        out, summed = reference.norm(*given)
+        out, summed = reference.norm(*arguments)
         return out * (1.5 if fault == "wrong" else 1), summed
 
-    def rotate(*given: Any, **named: Any) -> Any:
-        slots, keys = given[3], given[4]
-        out = reference.rotate(*given, **named)
+    def rotate(*arguments: Any, **named: Any) -> Any:
+        slots, keys = arguments[3], arguments[4]
+        out = reference.rotate(*arguments, **named)
         if fault == "wrong in a forest" and len(slots) < 24:  # plain forwards have more tokens
             keys.flatten(0, 1)[slots] *= 1.5
         return out

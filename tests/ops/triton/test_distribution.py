@@ -94,8 +94,8 @@ class Noise:
     def passes(self, bound: Any, level: Any) -> Any:
         """Whether a draft is taken. bound: what the draft's distribution gives it, for the uniform number is 1."""
         assert self.chooser is not None
-        given = bound.handle.data.item()
-        chance = level.handle.data.item() / given if given > 0 else 0.0
+        limit = bound.handle.data.item()
+        chance = level.handle.data.item() / limit if limit > 0 else 0.0
         return level >= 0 if self.chooser.accept(chance, 0) else level < 0
 
     def _wanted(self, key: Any, local: dict[str, Any]) -> tuple[int, bool]:
@@ -216,10 +216,10 @@ def distribution_of(rule: str, noise: Noise, drafts: int = DRAFTS) -> dict[Outco
 
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])
 def test_an_iteration_has_the_distribution_of_plain_beam_sampling(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = distribution_of(rule, Noise(monkeypatch))
+    distribution = distribution_of(rule, Noise(monkeypatch))
     wanted = plain(tuple(ROOT.values()), frozenset(), STEPS, WIDTH[rule])
     assert len(wanted) > 5
-    assert total_variation(found, wanted) < CLOSE
+    assert total_variation(distribution, wanted) < CLOSE
 
 
 def test_a_wrong_test_of_drafts_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

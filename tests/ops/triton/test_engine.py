@@ -40,7 +40,7 @@ def answers(rule: str, kernels: bool, told: list[str] | None = None) -> list[obj
     requests = [Request(id=str(i), seed=i, prompt_ids=(1, i, i), sampling=sampling[i]) for i in range(3)]
     return [
         [
-            [(one.text, round(one.logprob, 4), round(one.score, 4)) for one in result.hypotheses],
+            [(beam.text, round(beam.logprob, 4), round(beam.score, 4)) for beam in result.hypotheses],
             [result.stats.steps, result.stats.target_calls, result.stats.drafted, result.stats.accepted],
         ]
         for result in engine.run(requests)
@@ -99,8 +99,8 @@ def test_a_kernel_of_a_layer_that_fails_is_left_out_in_mid_run() -> None:
         model.trust(None, True)
     last = [calls[0] + 30]
     said, told = list[str](), list[str]()
-    (wanted, before), (found, after) = texts(plain, said), texts(target, told)
-    assert found == wanted
+    (wanted, before), (ours, after) = texts(plain, said), texts(target, told)
+    assert ours == wanted
     assert (before, after) == ("same-text", "same-law")
     assert said == []
     (line,) = told

@@ -25,22 +25,26 @@ def test_a_row_of_a_product_does_not_go_by_the_number_of_rows(lead: tuple[int, .
         for shape in ((rows, inner), (inner, outer), (rows, outer))
     )
     d.dtype.scalar = tl.float32
-    found = dot(None, a, b, d, None, None).data
-    assert found.dtype == np.float32
-    assert np.allclose(found, a.data.astype(np.float64) @ b.data + d.data, rtol=1e-6, atol=1e-5)
+    product = dot(None, a, b, d, None, None).data
+    assert product.dtype == np.float32
+    assert np.allclose(product, a.data.astype(np.float64) @ b.data + d.data, rtol=1e-6, atol=1e-5)
     for count in (1, 2, 7, 64):
-        few = [SimpleNamespace(data=one.data[..., :count, :], dtype=one.dtype) for one in (a, d)]
-        assert np.array_equal(dot(None, few[0], b, few[1], None, None).data, found[..., :count, :])
+        few = [SimpleNamespace(data=tensor.data[..., :count, :], dtype=tensor.dtype) for tensor in (a, d)]
+        assert np.array_equal(dot(None, few[0], b, few[1], None, None).data, product[..., :count, :])
 
 
 def test_what_is_not_specialized_is_an_argument() -> None:
     """Guards a kernel that is compiled anew for each kind of number, because triton ignores a name it does not know."""
     texts = [file.read_text(encoding="utf-8") for file in Path(kernels.__file__).parent.glob("*.py")]
-    functions = [one for text in texts for one in ast.walk(ast.parse(text)) if isinstance(one, ast.FunctionDef)]
+    functions = [
+        function for text in texts for function in ast.walk(ast.parse(text)) if isinstance(function, ast.FunctionDef)
+    ]
     named = 0
     for function in functions:
-        arguments = {one.arg for one in function.args.args}
-        for option in (one for made in function.decorator_list if isinstance(made, ast.Call) for one in made.keywords):
+        arguments = {node.arg for node in function.args.args}
+        for option in (
+            node for made in function.decorator_list if isinstance(made, ast.Call) for node in made.keywords
+        ):
             if option.arg == "do_not_specialize":
                 named += 1
                 assert set(ast.literal_eval(option.value)) <= arguments, function.name

@@ -67,11 +67,11 @@ class Launches(TorchDispatchMode):
 
 
 def forward(model: object, batch: ForestInput, *, logits: bool = True) -> Tensor:
-    given.append(batch.prompt)
+    prompts.append(batch.prompt)
     return torch.empty(*batch.tokens.shape, VOCABULARY, device="meta")
 
 
-given: list[Tensor | None] = []  # prompts
+prompts: list[Tensor | None] = []
 
 
 @pytest.mark.parametrize("prompt_slots", [None, (0, 0, 0)], ids=["fast", "same text"])
@@ -94,14 +94,14 @@ def test_an_iteration_launches_so_little(
 
     monkeypatch.setattr(step_module, "read_report", told)
     monkeypatch.setattr(twins._TableModel, "forward", forward)
-    given.clear()
+    prompts.clear()
     with torch.no_grad(), launches, pytest.raises(Counted):
         stepper.step(state, replace(iteration.shape, prompt_slots=prompt_slots))
     extra = Counter() if prompt_slots is None else Counter({"sub": 1})
     assert launches.seen.total() == LAUNCHES + extra.total(), launches.seen
     assert launches.seen.total() + MOVES <= MOST[rule]
     assert set(launches.seen) == {"begin", "candidates", "extend", "verify", "commit", *extra}
-    *drafts, target = given
+    *drafts, target = prompts
     assert drafts == [None] * LAYERS
     assert target is not None
     assert (target is common_prefix) == (prompt_slots is None)

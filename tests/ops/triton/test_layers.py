@@ -24,8 +24,8 @@ def test_bits_do_not_depend_on_the_number_of_rows(dtype: torch.dtype) -> None:
     weight = torch.randn(96, dtype=dtype, device=DEVICE)
     many, sums = norm(Norm(weight, 1e-6), x, x.flip(0))
     for row in (0, 4, 8):
-        one, alone = norm(Norm(weight, 1e-6), x[row : row + 1], x.flip(0)[row : row + 1])
-        assert torch.equal(one, many[row : row + 1])
+        single, alone = norm(Norm(weight, 1e-6), x[row : row + 1], x.flip(0)[row : row + 1])
+        assert torch.equal(single, many[row : row + 1])
         assert torch.equal(alone, sums[row : row + 1])
         assert torch.equal(gated(x[row : row + 1], False), gated(x, False)[row : row + 1])
 

@@ -59,14 +59,14 @@ def test_tensor_code_verifies_rows_with_limits_of_their_own(name: str, monkeypat
 
 def test_nan_at_a_dead_beam_does_not_reach_the_pool() -> None:
     """Guards a request that ends without an answer because a node that no beam stands for has NaN."""
-    kernel = next(one for one in made(*SETTINGS["coupled-whole"]) if one.name == "verify")
+    kernel = next(kernel for kernel in made(*SETTINGS["coupled-whole"]) if kernel.name == "verify")
     with torch.inference_mode():
         assert list(differences(kernel, DEVICE, seed=1)) == []
 
 
 @pytest.mark.parametrize("name", ["candidates", "move"])
 def test_others_are_those_of_tensor_code(name: str) -> None:
-    (kernel,) = (one for one in KERNELS if one.name == name)
+    (kernel,) = (kernel for kernel in KERNELS if kernel.name == name)
     assert list(differences(kernel, DEVICE)) == []
 
 
@@ -74,24 +74,24 @@ def test_every_kernel_in_use_has_a_reference() -> None:
     assert {kernel.name for kernel in KERNELS} == {*ITERATION_KERNELS}
 
 
-@pytest.mark.parametrize("place", ["token", "valid"])
-def test_a_wrong_walk_is_found(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("mutant", ["token", "valid"])
+def test_a_wrong_walk_is_found(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real = verify.verify
 
     def wrong(tensors: Tensors, *arguments: Any) -> None:
         real(tensors, *arguments)
-        if place == "token":
+        if mutant == "token":
             tensors["live_token"][:, 0] += 1
         else:
             tensors["live_valid"][:, -1] ^= True
 
     monkeypatch.setattr(verify, "verify", wrong)
-    kernel = next(one for one in made({"rule": "search"}, {}) if one.name == "verify")
+    kernel = next(kernel for kernel in made({"rule": "search"}, {}) if kernel.name == "verify")
     with torch.inference_mode():
         assert list(differences(kernel, DEVICE))
 
 
 def test_a_kernel_is_compared_with_what_it_should_give() -> None:
-    kernel = next(one for one in KERNELS if one.name == "candidates")
+    kernel = next(kernel for kernel in KERNELS if kernel.name == "candidates")
     other = dataclasses.replace(kernel, op=lambda logits, count: (kernel.reference(logits, count)[0] + 1, logits))
     assert "in place of" in next(differences(other, DEVICE))

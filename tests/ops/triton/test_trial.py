@@ -120,20 +120,20 @@ def test_a_fault_that_may_pass_is_not_kept(empty_cache: Path) -> None:
 )
 def test_the_one_at_which_the_process_ended_is_to_blame(end: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "LIMIT_S", 2.0)
-    found = faults("gated", end, fault="differs")
-    assert found.pop("norm") == "differs"
-    assert list(found) == ["gated"]
-    assert said in found["gated"]
+    faulty = faults("gated", end, fault="differs")
+    assert faulty.pop("norm") == "differs"
+    assert list(faulty) == ["gated"]
+    assert said in faulty["gated"]
 
 
 def test_a_process_that_cannot_start_is_started_once(empty_cache: Path, tmp_path: Path) -> None:
     """Guards a minute of waiting per kernel where torch cannot reach the GPU from another process."""
     log = tmp_path / "starts"
-    found = faults(start=f"open({str(log)!r}, 'a').write('x'); sys.exit('CUDA error: no device for this process')")
+    faulty = faults(start=f"open({str(log)!r}, 'a').write('x'); sys.exit('CUDA error: no device for this process')")
     assert log.read_text() == "x"
-    assert found.keys() == set(TRIED)
-    assert len(set(found.values())) == 1
-    assert "no device for this process" in found["verify"]
+    assert faulty.keys() == set(TRIED)
+    assert len(set(faulty.values())) == 1
+    assert "no device for this process" in faulty["verify"]
     assert list(empty_cache.glob("kernels-*.json")) == []
 
 
@@ -142,9 +142,9 @@ def test_a_process_that_is_late_is_started_again_at_the_next_load(
 ) -> None:
     """Guards kernels that are left out for ever because the machine was busy when they were to be tried."""
     monkeypatch.setattr(trial, "LIMIT_S", 0.5)
-    found = faults(start="time.sleep(60)")
-    assert found.keys() == set(TRIED)
-    assert "cannot be tried, its process does not start within" in found["verify"]
+    faulty = faults(start="time.sleep(60)")
+    assert faulty.keys() == set(TRIED)
+    assert "cannot be tried, its process does not start within" in faulty["verify"]
     assert list(empty_cache.glob("kernels-*.json")) == []
 
 
@@ -163,10 +163,10 @@ def test_all_together_have_a_limit_of_time(hangs: bool, monkeypatch: pytest.Monk
     again, because compiled kernels are kept; where one hangs each load would wait as long."""
     monkeypatch.setattr(trial, "TOTAL_S", 1.5)
     monkeypatch.setattr(trial, "LIMIT_S", 0.8 if hangs else 9.0)
-    found = faults("rotate", "time.sleep(60)")
-    assert found.keys() >= {"rotate"} if hangs else found.keys() == set(TRIED) - {"norm", "gated"}
-    assert ("does not end within" in found["rotate"]) == hangs
-    assert hangs or all("all of them together took" in fault for fault in found.values())
+    faulty = faults("rotate", "time.sleep(60)")
+    assert faulty.keys() >= {"rotate"} if hangs else faulty.keys() == set(TRIED) - {"norm", "gated"}
+    assert ("does not end within" in faulty["rotate"]) == hangs
+    assert hangs or all("all of them together took" in fault for fault in faulty.values())
     assert len(list(empty_cache.glob("kernels-*.json"))) == hangs
 
 
@@ -174,9 +174,9 @@ def test_a_gpu_that_triton_is_not_made_for_runs_none(monkeypatch: pytest.MonkeyP
     """Guards ten processes that crash one after another in the compiler."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr(trial, "_try_all", lambda *arguments: pytest.fail("tried"))
-    found = trial.faults.__wrapped__(GPU)
-    assert found.keys() == set(TRIED)
-    assert set(found.values()) == {"needs a GPU of compute capability 8.0, and this one has 7.5"}
+    faulty = trial.faults.__wrapped__(GPU)
+    assert faulty.keys() == set(TRIED)
+    assert set(faulty.values()) == {"needs a GPU of compute capability 8.0, and this one has 7.5"}
 
 
 def test_what_cannot_be_tried_does_not_run() -> None:
@@ -196,7 +196,7 @@ def test_a_kernel_with_a_fault_is_not_in_use_and_a_line_names_it(monkeypatch: py
 
     monkeypatch.setattr(select, "faults", lambda device: {"verify": "differs from the tensor code: case 0"})
     assert by_triton(None) == set(NAMES) - {"verify"}
-    reasons = {one.op: one.reason for one in devices.iteration_ops(GPU, None).report}
+    reasons = {choice.op: choice.reason for choice in devices.iteration_ops(GPU, None).report}
     assert reasons["verify"] == "differs from the tensor code: case 0"
     (line,) = select.rejected_kernels(GPU, None)
     assert "the kernel verify is left out" in line

@@ -60,16 +60,16 @@ def _register(number: int) -> Any:
 
 def _load(number: int) -> Any:
     def load(builder: Any, address: Any, stride: Any) -> None:
-        place = builder.inttoptr(address, ADDRESS)
-        _intrinsic(builder, "llvm.x86.tileloadd64", _register(number), place, stride)
+        source = builder.inttoptr(address, ADDRESS)
+        _intrinsic(builder, "llvm.x86.tileloadd64", _register(number), source, stride)
 
     return operation(types.void, types.int64, types.int64)(load)
 
 
 def _store(number: int) -> Any:
     def store(builder: Any, address: Any, stride: Any) -> None:
-        place = builder.inttoptr(address, ADDRESS)
-        _intrinsic(builder, "llvm.x86.tilestored64", _register(number), place, stride)
+        target = builder.inttoptr(address, ADDRESS)
+        _intrinsic(builder, "llvm.x86.tilestored64", _register(number), target, stride)
 
     return operation(types.void, types.int64, types.int64)(store)
 
@@ -85,8 +85,8 @@ def _configure(builder: Any, rows: list[Any], widths: list[Any]) -> None:
     """Set the number of rows and the bytes of a row of each register, and clear all registers."""
     config = cgutils.alloca_once(builder, ir.ArrayType(I64, 8))
     start = builder.ptrtoint(config, I64)
-    for place in range(0, 64, 8):
-        builder.store(ir.Constant(I64, 0), pointer(builder, builder.add(start, ir.Constant(I64, place)), I64))
+    for offset in range(0, 64, 8):
+        builder.store(ir.Constant(I64, 0), pointer(builder, builder.add(start, ir.Constant(I64, offset)), I64))
     builder.store(_register(1), pointer(builder, start, I8))  # the palette, of which there is one
     for number in range(REGISTERS):
         at = builder.add(start, ir.Constant(I64, 16 + 2 * number))
@@ -129,16 +129,16 @@ def release(builder: Any) -> None:
 @operation(types.void, types.int64)
 def prefetch_lines(builder: Any, line: Any) -> None:
     """Prefetch the SIDES lines behind the SIDES lines at `line`."""
-    for place in range(0, SIDES * LINE, ROW):
-        prefetch(builder, builder.add(line, ir.Constant(I64, SIDES * LINE + place)))
+    for offset in range(0, SIDES * LINE, ROW):
+        prefetch(builder, builder.add(line, ir.Constant(I64, SIDES * LINE + offset)))
 
 
 @operation(types.void, types.int64, types.int64)
-def prefetch_rows(builder: Any, place: Any, row: Any) -> None:
+def prefetch_rows(builder: Any, address: Any, row: Any) -> None:
     """Prefetch ROW bytes of each of SIDES rows, which are `row` bytes apart."""
     for _ in range(SIDES):
-        prefetch(builder, place)
-        place = builder.add(place, row)
+        prefetch(builder, address)
+        address = builder.add(address, row)
 
 
 def _clear(number: int) -> Any:

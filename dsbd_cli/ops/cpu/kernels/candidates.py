@@ -41,7 +41,7 @@ def select_row(at, item, work):
     values = get_i64(at + CANDIDATES.logits) + item // nodes * get_i64(at + CANDIDATES.row)
     values += item % nodes * get_i64(at + CANDIDATES.node)
     blocks, most = vocabulary // FOUR, splat(NONE)
-    place, best = work, work + WHOLE * count
+    chosen, best = work, work + WHOLE * count
     maxima = best + REAL * count
     for block in range(blocks):
         v = block * FOUR
@@ -60,17 +60,17 @@ def select_row(at, item, work):
         for v in range(block * FOUR, min((block + 1) * FOUR, vocabulary)):
             value = logit(values, narrow, v)
             if held < count or value > real(best, count - 1):
-                held = insert(best, place, held, count, value, v)
+                held = insert(best, chosen, held, count, value, v)
     tokens = get_i64(at + CANDIDATES.tokens) + WHOLE * item * count
-    found = get_i64(at + CANDIDATES.best) + REAL * item * count
+    token_logits = get_i64(at + CANDIDATES.best) + REAL * item * count
     for c in range(count):  # in ascending order of the tokens
-        i, token = c, whole(place, c)
+        i, token = c, whole(chosen, c)
         while i > 0 and whole(tokens, i - 1) > token:
             put_whole(tokens, i, whole(tokens, i - 1))
-            put_real(found, i, real(found, i - 1))
+            put_real(token_logits, i, real(token_logits, i - 1))
             i -= 1
         put_whole(tokens, i, token)
-        put_real(found, i, real(best, c))
+        put_real(token_logits, i, real(best, c))
     put_real(get_i64(at + CANDIDATES.highest), item, top)
     put_real(get_i64(at + CANDIDATES.total), item, row_total(values, narrow, vocabulary, top))
 

@@ -178,8 +178,8 @@ class _Stamped:
     @classmethod
     def from_function(cls, function: Any, file: str) -> Any:
         """Return the locator of a function of `KernelCompiler`; None for other functions."""
-        found: Any = super()
-        return found.from_function(function, file) if hasattr(function, "stamp") else None
+        parent: Any = super()
+        return parent.from_function(function, file) if hasattr(function, "stamp") else None
 
 
 def _stamped(locator: Any) -> Any:

@@ -128,11 +128,11 @@ def quantize_rows(at):
                 i += LANES
             outlier_x = get_i64(at + R_OUTLIER_X) + row * get_i64(at + R_OUTLIER_ROW)
             for j in range(get_i64(at + R_OUTLIER_COUNT)):
-                place = x + get_i64(get_i64(at + R_OUTLIERS) + j * 8) * unit
+                address = x + get_i64(get_i64(at + R_OUTLIERS) + j * 8) * unit
                 if PAIRS and narrow:
-                    put_bf16(outlier_x + j * unit, get_bf16(place))
+                    put_bf16(outlier_x + j * unit, get_bf16(address))
                 else:
-                    put_f32(outlier_x + j * WORD, get_bf16(place) if narrow else get_f32(place))
+                    put_f32(outlier_x + j * WORD, get_bf16(address) if narrow else get_f32(address))
 
 
 @njit(error_model="numpy")
@@ -164,13 +164,13 @@ def finish(at, block, first, count, sums, outlier_sums):
         step = splat(get_f32(get_i64(at + STEPS) + (first + r) * WORD))
         out = get_i64(at + OUT) + (first + r) * get_i64(at + OUT_ROW) + block * COLUMNS * (2 if narrow else WORD)
         for v in range(LINE_VECTORS):
-            place = v * LANES * WORD
-            whole = mul(mul(load_whole(sums + r * LINE + place), load_f32(scales + place)), step)
-            value = add(whole, add(load_f32(outlier_sums + r * LINE + place), load_f32(bias + place)))
+            offset = v * LANES * WORD
+            whole = mul(mul(load_whole(sums + r * LINE + offset), load_f32(scales + offset)), step)
+            value = add(whole, add(load_f32(outlier_sums + r * LINE + offset), load_f32(bias + offset)))
             if narrow:
                 store_bf16(out + v * LANES * 2, value)
             else:
-                store_f32(out + place, value)
+                store_f32(out + offset, value)
 
 
 @njit(error_model="numpy")
@@ -224,12 +224,12 @@ def quantize_weights(at):
         if block >= get_i64(at + W_ITEMS):
             return
         for column in range(COLUMNS):
-            place = block * COLUMNS + column
-            row, target = get_i64(get_i64(at + W_ROWS) + place * 8), spare + column * inputs
+            weight_row = block * COLUMNS + column
+            row, target = get_i64(get_i64(at + W_ROWS) + weight_row * 8), spare + column * inputs
             quantize_weight_row(
-                row, inputs, narrow, kept, target, get_i64(at + W_SCALES) + place * WORD,
-                get_i64(at + W_SUMS) + place * WORD,
+                row, inputs, narrow, kept, target, get_i64(at + W_SCALES) + weight_row * WORD,
+                get_i64(at + W_SUMS) + weight_row * WORD,
             )  # fmt: skip
-            put_i64(get_i64(at + W_ROWS) + place * 8, target)
+            put_i64(get_i64(at + W_ROWS) + weight_row * 8, target)
         steps = inputs // 4
         pack_lines(get_i64(at + W_ROWS) + block * COLUMNS * 8, steps, get_i64(at + W_OUT) + block * steps * LINE)

@@ -103,16 +103,16 @@ def begin_row(at, row):
         put_whole(get_i64(at + AT.noise_keys), row * streams + stream, key)
     for j in range(behind):
         slot = used - behind + j
-        known = max(slot, 0)
-        put_whole(joined, wide + j, whole(tokens, known))
-        put_whole(joined, part + wide + j, whole(positions, known))
+        read_slot = max(slot, 0)
+        put_whole(joined, wide + j, whole(tokens, read_slot))
+        put_whole(joined, part + wide + j, whole(positions, read_slot))
         put_whole(joined, 2 * part + wide + j, slot if slot >= 0 else get_i64(at + AT.trash))
-        place, owner = min(max(slot - base, 0), window - 1), 0
+        bit, owner = min(max(slot - base, 0), window - 1), 0
         for w in range(roots - 1, -1, -1):
-            owner = w if mark(seen, w * window + place) else owner
+            owner = w if mark(seen, w * window + bit) else owner
         for s in range(slots):
             before = s < base or (s - base < window and mark(seen, owner * window + s - base))
-            put_mark(joined_mask, (wide + j) * slots + s, (before and s <= known) or s == known)
+            put_mark(joined_mask, (wide + j) * slots + s, (before and s <= read_slot) or s == read_slot)
 
 
 @njit(error_model="numpy")
@@ -130,7 +130,7 @@ def extend_row(at, row, work):
     used, base = whole(get_i64(at + AT.table_used), row), whole(get_i64(at + AT.table_common_prefix), row)
     position = min(whole(get_i64(at + AT.beam_depth), row) + layer + 1, get_i64(at + AT.last_position))
     pairs = above * candidates
-    share, place, node = work, work + WHOLE * pairs, work + WHOLE * (pairs + count)
+    share, chosen, node = work, work + WHOLE * pairs, work + WHOLE * (pairs + count)
     joint = node + WHOLE * above
     log_p, key, best = joint + REAL * pairs, joint + 2 * REAL * pairs, joint + 3 * REAL * pairs
     weight = best + REAL * count
@@ -147,12 +147,12 @@ def extend_row(at, row, work):
     if coupled:
         total = pool_distribution(at, row, weight, joint, log_p, share, above, candidates)
         noisy = not mark(get_i64(at + AT.warp_greedy), row)
-    found = draw(
-        at, best, place, count, key, log_p, share, total, noisy, numbers + WHOLE * (PATH * plane + first), tokens,
+    drawn = draw(
+        at, best, chosen, count, key, log_p, share, total, noisy, numbers + WHOLE * (PATH * plane + first), tokens,
         node, above, candidates, numbers + WHOLE * (STOP_STATE * plane + first), False,
     )  # fmt: skip
     for k in range(count):
-        m = whole(place, k) if k < found else 0
+        m = whole(chosen, k) if k < drawn else 0
         parent, to, child = first + m // candidates, first + above + k, whole(tokens, m)
         state, slot = whole(numbers, STOP_STATE * plane + parent), used + to - row * nodes
         put_whole(numbers, TOKEN * plane + to, child)
@@ -163,9 +163,9 @@ def extend_row(at, row, work):
         put_whole(numbers, DRAFTER_ID * plane + to, 0)
         put_whole(numbers, SLOT * plane + to, slot)
         put_whole(numbers, POSITION * plane + to, position)
-        put_mark(flags, VALID * plane + to, k < found)
+        put_mark(flags, VALID * plane + to, k < drawn)
         put_mark(flags, ENDS * plane + to, ends(at, state, child))
-        put_mark(flags, SAMPLED * plane + to, coupled and k < found)
+        put_mark(flags, SAMPLED * plane + to, coupled and k < drawn)
         put_real(weights, to, real(joint, m))
         for step in range(depth):
             put_whole(paths, to * depth + step, child if step == layer else whole(paths, parent * depth + step))
@@ -276,9 +276,9 @@ def verify_row(at, row, work):
     weight, logprob = get_i64(at + AT.live_weight) + REAL * mine, get_i64(at + AT.live_logprob) + REAL * mine
     # memory to work in
     pairs = width * candidates
-    share, place, known = work, work + WHOLE * pairs, work + WHOLE * (pairs + width)
-    e_place, n_parent = known + WHOLE * width, known + 2 * WHOLE * width
-    joint = known + 3 * WHOLE * width
+    share, chosen, pool_node = work, work + WHOLE * pairs, work + WHOLE * (pairs + width)
+    e_place, n_parent = pool_node + WHOLE * width, pool_node + 2 * WHOLE * width
+    joint = pool_node + 3 * WHOLE * width
     log_p, key, best = joint + REAL * pairs, joint + 2 * REAL * pairs, joint + 3 * REAL * pairs
     above, e_best, n_logprob = best + REAL * width, best + 2 * REAL * width, best + 3 * REAL * width
     active = mark(get_i64(at + AT.state_active), row)
@@ -295,7 +295,7 @@ def verify_row(at, row, work):
         count = roots if layer == 0 else width
         for n in range(count):
             at_node, alive = max(whole(node, n), 0), mark(valid, n)
-            put_whole(known, n, at_node)
+            put_whole(pool_node, n, at_node)
             put_whole(before, layer * width + n, whole(node, n))
             put_real(above, n, (real(weight, n) if coupled else real(logprob, n)) if alive else NONE)
             for c in range(candidates):
@@ -313,7 +313,7 @@ def verify_row(at, row, work):
         last, held = NONE, 0
         for live in range(1 if coupled else 0, 2):
             held = draw(
-                at, best, place, beams, key, log_p, share, total, noisy, path, tokens, known, count, candidates,
+                at, best, chosen, beams, key, log_p, share, total, noisy, path, tokens, pool_node, count, candidates,
                 state, live == 0,
             )  # fmt: skip
             if live == (1 if coupled else 0) and held == min(beams, count * candidates):
@@ -324,8 +324,8 @@ def verify_row(at, row, work):
             value, n = real(key, m), m // candidates
             if value < last or (coupled and value == last) or not value > NONE:
                 continue
-            at_pair = whole(known, n) * candidates + m % candidates
-            if ends(at, whole(state, whole(known, n)), whole(tokens, at_pair)):
+            at_pair = whole(pool_node, n) * candidates + m % candidates
+            if ends(at, whole(state, whole(pool_node, n)), whole(tokens, at_pair)):
                 value = real(logprob, n) + real(logprobs, at_pair)
                 if value > NONE and (ended < beams or value > real(e_best, ended - 1)):
                     ended = insert(e_best, e_place, ended, beams, value, m)
@@ -333,7 +333,7 @@ def verify_row(at, row, work):
         scale = types.float32(math.exp(penalty * math.log(types.float64(length + steps))))
         over = length + steps >= limit
         for e in range(ended):
-            at_node, c = whole(known, whole(e_place, e) // candidates), whole(e_place, e) % candidates
+            at_node, c = whole(pool_node, whole(e_place, e) // candidates), whole(e_place, e) % candidates
             value, ending = real(e_best, e), whole(tokens, at_node * candidates + c)
             keep_finished(at, mine, beams, value, value / scale, length + steps, False, at_node, ending)
         # the beams of the next step, and which of them are drafted nodes
@@ -344,8 +344,8 @@ def verify_row(at, row, work):
                 has_parent = has_parent or (mark(valid, n) and whole(node, n) == whole(node_parent, below + j))
             living += 1 if has_parent and mark(node_valid, below + j) else 0
         for w in range(held):
-            n, at_node = whole(place, w) // candidates, whole(known, whole(place, w) // candidates)
-            at_pair = at_node * candidates + whole(place, w) % candidates
+            n, at_node = whole(chosen, w) // candidates, whole(pool_node, whole(chosen, w) // candidates)
+            at_pair = at_node * candidates + whole(chosen, w) % candidates
             put_whole(n_parent, w, at_node)
             put_whole(token, w, whole(tokens, at_pair))
             put_real(n_logprob, w, real(logprob, n) + real(logprobs, at_pair))
@@ -356,7 +356,7 @@ def verify_row(at, row, work):
             put_whole(token, w, whole(token, w) if drawn else 0)
             put_whole(node, w, -1)
             put_mark(valid, w, drawn)
-            put_real(weight, w, real(joint, whole(place, w)) if drawn else ZERO)
+            put_real(weight, w, real(joint, whole(chosen, w)) if drawn else ZERO)
             put_real(logprob, w, real(n_logprob, w) if drawn else ZERO)
             if not drawn:
                 continue
@@ -397,8 +397,8 @@ def verify_row(at, row, work):
 
 @njit(error_model="numpy")
 def copy_wholes(source, target, count):
-    for place in range(count):
-        put_whole(target, place, whole(source, place))
+    for index in range(count):
+        put_whole(target, index, whole(source, index))
 
 
 @njit(error_model="numpy")
@@ -473,7 +473,7 @@ def commit_row(at, row, work):
         put_whole(target, line + t, min(base + t, table_slots - 1))
     for t in range(width * window):
         put_mark(seen, t, False)
-    place, common, ran, shared = 0, 0, min(run, base), True
+    kept, common, ran, shared = 0, 0, min(run, base), True
     for t in range(window if going else 0):
         holders, lacking = False, False
         for w in range(width):
@@ -485,17 +485,17 @@ def commit_row(at, row, work):
         shared = shared and not lacking
         common += 1 if shared else 0
         ran += 1 if base + t < run else 0
-        put_whole(source, line + place, base + t)
-        put_whole(positions, base + place, whole(positions, base + t))
-        put_whole(tokens, base + place, whole(tokens, base + t))
+        put_whole(source, line + kept, base + t)
+        put_whole(positions, base + kept, whole(positions, base + t))
+        put_whole(tokens, base + kept, whole(tokens, base + t))
         for w in range(0 if shared else width):
             holds = mark(valid, mine + w) and mark(ancestors, (here + whole(parent, mine + w)) * window + t)
-            put_mark(seen, w * window + place - common, holds)
-        place += 1
-    put_whole(used, row, base + place)
+            put_mark(seen, w * window + kept - common, holds)
+        kept += 1
+    put_whole(used, row, base + kept)
     put_whole(prefix, row, base + common)
     put_whole(drafted, row, ran)
-    put_whole(report, 4, base + place)
+    put_whole(report, 4, base + kept)
     put_whole(report, 5, base + common)
     put_whole(report, 6, ran)
     for w in range(mine, mine + width):

@@ -166,11 +166,11 @@ def rotate_head(source, target, cos, sin, dim, unit, weight, eps, unit_offset, n
         if weight != 0:
             first = near(scaled(first, scale, load(weight + i, narrow), unit_offset, narrow), narrow)
             second = near(scaled(second, scale, load(weight + half + i, narrow), unit_offset, narrow), narrow)
-        one, two = near(mul(first, load(cos + i, narrow)), narrow), near(mul(second, load(sin + i, narrow)), narrow)
-        store(target + i, sub(one, two), narrow)
-        one = near(mul(second, load(cos + half + i, narrow)), narrow)
-        two = near(mul(first, load(sin + half + i, narrow)), narrow)
-        store(target + half + i, add(one, two), narrow)
+        left, right = near(mul(first, load(cos + i, narrow)), narrow), near(mul(second, load(sin + i, narrow)), narrow)
+        store(target + i, sub(left, right), narrow)
+        left = near(mul(second, load(cos + half + i, narrow)), narrow)
+        right = near(mul(first, load(sin + half + i, narrow)), narrow)
+        store(target + half + i, add(left, right), narrow)
         i += LANES * unit
 
 
@@ -196,12 +196,12 @@ def rotate(at):
                 target = get_i64(at + R_OUT) + ((request * heads + head) * nodes + node) * size
                 rotate_head(source, target, cos, sin, dim, unit, query_norm, eps, unit_offset, narrow)
                 source += size
-            place = get_i64(get_i64(at + R_SLOTS) + row * 8) * kv_heads * size
+            offset = get_i64(get_i64(at + R_SLOTS) + row * 8) * kv_heads * size
             for head in range(kv_heads):
-                target = get_i64(at + R_KEYS) + place + head * size
+                target = get_i64(at + R_KEYS) + offset + head * size
                 rotate_head(source, target, cos, sin, dim, unit, key_norm, eps, unit_offset, narrow)
                 source += size
-            target, i = get_i64(at + R_VALUES) + place, types.int64(0)
+            target, i = get_i64(at + R_VALUES) + offset, types.int64(0)
             while i < kv_heads * size:
                 store(target + i, load(source + i, narrow), narrow)
                 i += LANES * unit

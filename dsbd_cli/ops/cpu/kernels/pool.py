@@ -38,38 +38,38 @@ def bits_of(builder: Any, value: Any) -> Any:
     return builder.bitcast(value, I32)
 
 
-def _at(builder: Any, tensor: Any, place: Any, size: int) -> Any:
-    return builder.add(tensor, builder.mul(place, ir.Constant(I64, size)))
+def _at(builder: Any, tensor: Any, index: Any, size: int) -> Any:
+    return builder.add(tensor, builder.mul(index, ir.Constant(I64, size)))
 
 
 @operation(types.int64, types.int64, types.int64)
-def whole(builder: Any, tensor: Any, place: Any) -> Any:
-    return loaded(builder, _at(builder, tensor, place, WHOLE), I64, WHOLE)
+def whole(builder: Any, tensor: Any, index: Any) -> Any:
+    return loaded(builder, _at(builder, tensor, index, WHOLE), I64, WHOLE)
 
 
 @operation(types.void, types.int64, types.int64, types.int64)
-def put_whole(builder: Any, tensor: Any, place: Any, value: Any) -> Any:
-    builder.store(value, pointer(builder, _at(builder, tensor, place, WHOLE), I64), align=WHOLE)
+def put_whole(builder: Any, tensor: Any, index: Any, value: Any) -> Any:
+    builder.store(value, pointer(builder, _at(builder, tensor, index, WHOLE), I64), align=WHOLE)
 
 
 @operation(types.float32, types.int64, types.int64)
-def real(builder: Any, tensor: Any, place: Any) -> Any:
-    return loaded(builder, _at(builder, tensor, place, REAL), F32, REAL)
+def real(builder: Any, tensor: Any, index: Any) -> Any:
+    return loaded(builder, _at(builder, tensor, index, REAL), F32, REAL)
 
 
 @operation(types.void, types.int64, types.int64, types.float32)
-def put_real(builder: Any, tensor: Any, place: Any, value: Any) -> Any:
-    builder.store(value, pointer(builder, _at(builder, tensor, place, REAL), F32), align=REAL)
+def put_real(builder: Any, tensor: Any, index: Any, value: Any) -> Any:
+    builder.store(value, pointer(builder, _at(builder, tensor, index, REAL), F32), align=REAL)
 
 
 @operation(types.boolean, types.int64, types.int64)
-def mark(builder: Any, tensor: Any, place: Any) -> Any:
-    return builder.icmp_unsigned("!=", loaded(builder, builder.add(tensor, place), I8, 1), ir.Constant(I8, 0))
+def mark(builder: Any, tensor: Any, index: Any) -> Any:
+    return builder.icmp_unsigned("!=", loaded(builder, builder.add(tensor, index), I8, 1), ir.Constant(I8, 0))
 
 
 @operation(types.void, types.int64, types.int64, types.boolean)
-def put_mark(builder: Any, tensor: Any, place: Any, value: Any) -> Any:
-    builder.store(builder.zext(value, I8), pointer(builder, builder.add(tensor, place), I8), align=1)
+def put_mark(builder: Any, tensor: Any, index: Any, value: Any) -> Any:
+    builder.store(builder.zext(value, I8), pointer(builder, builder.add(tensor, index), I8), align=1)
 
 
 # numbers of engine/core/noise.py
@@ -136,11 +136,11 @@ def keep_largest(x, share, first, last, wanted, by_mass):
     bound = types.uint32(0)
     for shift in range(32):
         trial = bound | (SIGN >> types.uint32(shift))
-        found = types.int64(0)
+        total = types.int64(0)
         for m in range(first, last):
             if ordered(real(x, m)) >= trial:
-                found += whole(share, m) if by_mass else 1
-        if types.float64(found) >= wanted:
+                total += whole(share, m) if by_mass else 1
+        if types.float64(total) >= wanted:
             bound = trial
     for m in range(first, last):
         if ordered(real(x, m)) < bound:
@@ -242,7 +242,7 @@ def ends(at, state, token):
 
 @njit(error_model="numpy")
 def draw(
-    at, best, place, most, key, log_p, share, total, noisy, path, tokens, node, nodes, candidates, state, any_end
+    at, best, chosen, most, key, log_p, share, total, noisy, path, tokens, node, nodes, candidates, state, any_end
 ):  # fmt: skip
     """Draw the `most` pairs of the largest keys from a pool, live ones or, with any_end, all. Write their keys and
     places, best first, and return how many there are. Of equal keys the first is drawn first.
@@ -252,22 +252,22 @@ def draw(
     """
     held, least, scale = 0, NONE, 0.0
     for n in range(nodes):
-        known = whole(node, n)
+        at_node = whole(node, n)
         for c in range(candidates):
-            m, token = n * candidates + c, whole(tokens, known * candidates + c)
+            m, token = n * candidates + c, whole(tokens, at_node * candidates + c)
             value = real(log_p, m)
             put_real(key, m, NONE)
             if not value > NONE:
                 continue
             if noisy:
-                u = uniform(whole(path, known), token + 1)
+                u = uniform(whole(path, at_node), token + 1)
                 # G = -log(-log(1 - u)) <= -log(u): most pairs of a large vocabulary need no logarithm
                 if held == most and u > scale * types.float64(whole(share, m) + 1):
                     continue
                 value += types.float32(-math.log(-math.log(1.0 - u)))
             put_real(key, m, value)
-            if value > least and (any_end or not ends(at, whole(state, known), token)):
-                held = insert(best, place, held, most, value, m)
+            if value > least and (any_end or not ends(at, whole(state, at_node), token)):
+                held = insert(best, chosen, held, most, value, m)
                 if held == most:
                     least = real(best, held - 1)
                     scale = SLACK * math.exp(-types.float64(least)) / types.float64(max(total, 1))

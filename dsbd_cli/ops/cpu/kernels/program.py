@@ -31,20 +31,20 @@ def call(builder: Any, kernel: Any, arguments: Any) -> Any:
 def call_together(builder: Any, team: Any, kernel: Any, arguments: Any, threads: Any) -> Any:
     """Call a kernel on several threads. team: the address of GOMP_parallel."""
     kind = ir.FunctionType(ir.VoidType(), [I64, I64, I32, I32])
-    given = [kernel, arguments, builder.trunc(threads, I32), ir.Constant(I32, 0)]
-    builder.call(pointer(builder, team, kind), given)
+    call_arguments = [kernel, arguments, builder.trunc(threads, I32), ir.Constant(I32, 0)]
+    builder.call(pointer(builder, team, kind), call_arguments)
 
 
 @compiled.addressed
 def run(at):
     """Run the kernels of the table. The two counters that begin a kernel's arguments are set to 0 before it runs."""
-    place = get_i64(at + CALLS)
+    entry = get_i64(at + CALLS)
     for _ in range(get_i64(at + COUNT)):
-        kernel, arguments, threads = get_i64(place), get_i64(place + WORD), get_i64(place + 2 * WORD)
+        kernel, arguments, threads = get_i64(entry), get_i64(entry + WORD), get_i64(entry + 2 * WORD)
         put_i64(arguments, 0)
         put_i64(arguments + WORD, 0)
         if threads == 1:
             call(kernel, arguments)
         else:
             call_together(get_i64(at + TEAM), kernel, arguments, threads)
-        place += CALL
+        entry += CALL

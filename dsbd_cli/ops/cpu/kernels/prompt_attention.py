@@ -69,7 +69,7 @@ pair_tile = tile(kind if kind in ("bfloat16", "widened") else "float32")
 @operation(types.void, *(types.int64,) * 3)
 def store_pairs(builder: Any, a: Any, b: Any, target: Any) -> Any:
     """Store LANES words, each of which has a number of 16 bits of `a` and below it one of `b` at its upper end."""
-    low, high = (builder.zext(loaded(builder, one, HALVES, 2), WHOLES) for one in (a, b))
+    low, high = (builder.zext(loaded(builder, address, HALVES, 2), WHOLES) for address in (a, b))
     word = builder.or_(low, builder.shl(high, WHOLES([16] * LANES)))
     builder.store(word, pointer(builder, target, WHOLES), align=WORD)
 
@@ -105,22 +105,22 @@ def weigh(scores, further, seen, factor, narrow, before, weights):
             put_f32(scores + (j // COLUMNS) * further + j % COLUMNS * WORD, types.float32(LEAST))
     best, wide = splat(types.float32(LEAST)), splat(factor)
     for v in range(full):
-        place = scores + v // 4 * further + v % 4 * ROW
-        x = mul(load_f32(place), wide)
-        store_f32(place, x)
+        address = scores + v // 4 * further + v % 4 * ROW
+        x = mul(load_f32(address), wide)
+        store_f32(address, x)
         best = larger(x, best)
     top = max(largest(best), before)
     sums, most = splat(types.float32(0)), splat(top)
     for v in range(SLOTS // LANES):
         weight = splat(types.float32(0))
         if v < full:
-            place = scores + v // 4 * further + v % 4 * ROW
-            weight = exp2(sub(load_f32(place), most))
+            address = scores + v // 4 * further + v % 4 * ROW
+            weight = exp2(sub(load_f32(address), most))
             if v == full - 1 and seen % LANES != 0:
-                store_f32(place, weight)
+                store_f32(address, weight)
                 for j in range(seen, full * LANES):
                     put_f32(scores + (j // COLUMNS) * further + j % COLUMNS * WORD, types.float32(0))
-                weight = load_f32(place)
+                weight = load_f32(address)
         if narrow:
             weight = nearest_bf16(weight)
             store_bf16(weights + v * LANES * 2, weight)
@@ -181,14 +181,14 @@ def attend(at):
                 for t in range(COLUMNS):
                     slot = begin + half * COLUMNS + t
                     put_i64(places + t * 8, key + slot * key_step if slot < most else empty)
-                packed, found = keys + half * steps * LINE, scores + half * block * LINE
+                packed, tile_sums = keys + half * steps * LINE, scores + half * block * LINE
                 pack_lines(places, steps, packed)
                 for q in range(count):
-                    clear_line(found + q * LINE)
+                    clear_line(tile_sums + q * LINE)
                 if narrow:
-                    pair_tile(count, query, dim * unit, packed, steps, found)
+                    pair_tile(count, query, dim * unit, packed, steps, tile_sums)
                 else:
-                    float_tile(count, query, dim * unit, packed, steps, found)
+                    float_tile(count, query, dim * unit, packed, steps, tile_sums)
             pack_values(value + begin * value_step, value_step, used, dim, narrow, empty, values, lines)
             for q in range(count):
                 seen = min(max(get_i64(counts + (start + q) % nodes * 8) - begin, 0), SLOTS)
@@ -202,25 +202,25 @@ def attend(at):
                 if begin > 0 and share != 1:
                     again = splat(share)
                     for b in range(wide):
-                        place = sums + (b * block + q) * LINE
+                        address = sums + (b * block + q) * LINE
                         for v in range(LINE // ROW):
-                            store_f32(place + v * ROW, mul(load_f32(place + v * ROW), again))
+                            store_f32(address + v * ROW, mul(load_f32(address + v * ROW), again))
             for b in range(wide):
-                packed, found = values + b * lines * LINE, sums + b * block * LINE
+                packed, tile_sums = values + b * lines * LINE, sums + b * block * LINE
                 if narrow:
-                    pair_tile(count, weights, SLOTS * unit, packed, (used + 1) // 2, found)
+                    pair_tile(count, weights, SLOTS * unit, packed, (used + 1) // 2, tile_sums)
                 else:
-                    float_tile(count, weights, SLOTS * unit, packed, used, found)
+                    float_tile(count, weights, SLOTS * unit, packed, used, tile_sums)
             begin += SLOTS
         for q in range(count):
             weight = get_f32(totals + q * WORD)
-            place = get_i64(at + OUT_SUMS) + (pair * queries + start + q) * WORD
+            address = get_i64(at + OUT_SUMS) + (pair * queries + start + q) * WORD
             if weight == 0:  # it sees nothing
                 weight = types.float32(1)
-                put_f32(place, types.float32(NO_SUM))
+                put_f32(address, types.float32(NO_SUM))
             else:
                 exponent = types.float64(get_f32(tops + q * WORD)) * LN_2
-                put_f32(place, types.float32(exponent + math.log(types.float64(weight))))
+                put_f32(address, types.float32(exponent + math.log(types.float64(weight))))
             out, whole = get_i64(at + OUT) + (pair * queries + start + q) * dim * unit, splat(weight)
             e = types.int64(0)
             while e < dim:

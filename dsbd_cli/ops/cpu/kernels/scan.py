@@ -130,8 +130,8 @@ def _sums(rows: int, *, listed: bool) -> Any:
         place = loaded(builder, plus(places, const(WHOLE), term), I64, WHOLE) if listed else term
         side, start, after = vectors(plus(b, b_row, place)), plus(a, a_step, term), list[Any]()
         for m in range(rows):
-            one = factor(plus(start, a_row, const(m)))
-            after += [builder.call(multiply_add, (one, side[v], sums[m * SIDE + v])) for v in range(SIDE)]
+            weight = factor(plus(start, a_row, const(m)))
+            after += [builder.call(multiply_add, (weight, side[v], sums[m * SIDE + v])) for v in range(SIDE)]
         following = builder.add(term, const(1))
         builder.cbranch(builder.icmp_signed("<", following, count), loop, done)
         for value, begun, last in zip((term, *sums), (const(0), *before), (following, *after), strict=True):
@@ -272,10 +272,10 @@ def weigh(source, alike, keys, keys_row, decays, decays_row, channels, line, ter
 
 
 @njit(error_model="numpy")
-def add_line(found, weights, u, u_row, line, terms, one):
-    """Add to `found` [TILE] the u of the first `terms` tokens of a line, each times its weight."""
+def add_line(sums, weights, u, u_row, line, terms, one):
+    """Add to `sums` [TILE] the u of the first `terms` tokens of a line, each times its weight."""
     if terms:
-        _addition_to_one(weights, 0, WORD, u, u_row, terms, found, 0, one, found, 0, line)
+        _addition_to_one(weights, 0, WORD, u, u_row, terms, sums, 0, one, sums, 0, line)
 
 
 @compiled(_F4(_F4, _F4, _I1, _I3, _I2))
@@ -285,7 +285,7 @@ def pairs(q, keys, rows, lines, counts):
     q: [R, n, G, N]. keys: planes [rows, places, G, N]. rows: [R] of the planes. lines, counts: of a ScanSchedule.
     """
     nodes, groups, dim = q.shape[1:]
-    found = np.zeros((len(rows), nodes, groups, LEAD + 1), np.float32)
+    products = np.zeros((len(rows), nodes, groups, LEAD + 1), np.float32)
     size = dim * WORD
     for r in range(len(rows)):
         for i in range(nodes):
@@ -293,8 +293,8 @@ def pairs(q, keys, rows, lines, counts):
                 query = q.ctypes.data + ((r * nodes + i) * groups + group) * size
                 for past in range(counts[r, i]):
                     key = ((rows[r] * keys.shape[1] + lines[r, i, past]) * groups + group) * size
-                    found[r, i, group, past] = dot(query, keys.ctypes.data + key, dim)
-    return found
+                    products[r, i, group, past] = dot(query, keys.ctypes.data + key, dim)
+    return products
 
 
 @compiled(types.void(_I1, _I2, types.int64, _F4, _F1, types.int64, _F3, _F4, _F1, _F4, _F4, _F4, _F4))
@@ -371,9 +371,9 @@ def scan_pair(at, pair, work):
     block = e + dim * WORD
     # of up to MOST_ROWS nodes: queries and keys that read the state, the results, and weights of the tokens since then
     x, x_key = block + BLOCK * dim * WORD, block + (BLOCK + MOST_ROWS) * dim * WORD
-    found = x_key + MOST_ROWS * dim * WORD
-    found_key = found + MOST_ROWS * TILE_BYTES
-    weights = found_key + MOST_ROWS * TILE_BYTES
+    sums = x_key + MOST_ROWS * dim * WORD
+    sums_key = sums + MOST_ROWS * TILE_BYTES
+    weights = sums_key + MOST_ROWS * TILE_BYTES
     weights_key = weights + MOST_ROWS * TERMS * WORD
     one = weights_key + MOST_ROWS * TERMS * WORD
     put_f32(one, types.float32(1))
@@ -420,16 +420,16 @@ def scan_pair(at, pair, work):
                         channels, line, terms, dim, x_key + m * dim * WORD, weights_key + m * TERMS * WORD,
                     )  # fmt: skip
             for tile in range(0, wide * WORD, TILE_BYTES):
-                read_state(x, dim, count, read + tile, read_row, found)
+                read_state(x, dim, count, read + tile, read_row, sums)
                 if corrects:
-                    read_state(x_key, dim, count, read + tile, read_row, found_key)
+                    read_state(x_key, dim, count, read + tile, read_row, sums_key)
                 columns = min(TILE, width - tile // WORD)
                 for m in range(count):
                     i = node + get_i64(get_i64(at + AT.order) + (node + begin + m) * WHOLE)
-                    line, here = get_i64(at + AT.lines) + i * TERMS * WHOLE, found + m * TILE_BYTES
+                    line, here = get_i64(at + AT.lines) + i * TERMS * WHOLE, sums + m * TILE_BYTES
                     terms = get_i64(get_i64(at + AT.counts) + i * WHOLE)
                     if corrects:
-                        of_key = found_key + m * TILE_BYTES
+                        of_key = sums_key + m * TILE_BYTES
                         add_line(of_key, weights_key + m * TERMS * WORD, u + tile, u_row, line, terms - 1, one)
                         place = get_i64(line + (terms - 1) * WHOLE)
                         value = get_i64(at + AT.v) + (i * get_i64(at + AT.step) + h * width) * WORD + tile

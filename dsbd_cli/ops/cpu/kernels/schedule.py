@@ -140,7 +140,7 @@ def _forest(seen, at, depths, base, lead):
     for r in range(rows):
         start = _anchor(base[r])
         # numbers of the states that are needed, by the place of their last token; state 0 is the row's own
-        known = np.full(size, -1, np.int64)
+        state_numbers = np.full(size, -1, np.int64)
         parent, level, last = np.full(most, -1, np.int64), np.zeros(most, np.int64), np.zeros((most, BLOCK), np.int64)
         made = 1
         state, depth = np.full(nodes, -1, np.int64), np.zeros(nodes, np.int64)
@@ -168,14 +168,14 @@ def _forest(seen, at, depths, base, lead):
             above = 0
             for end in range(start + BLOCK, anchor + 1, BLOCK):
                 name = path[end - 1 - start]
-                if known[name] < 0:
-                    known[name] = made
+                if state_numbers[name] < 0:
+                    state_numbers[name] = made
                     parent[made], level[made] = above, level[above] + 1
                     for past in range(BLOCK):
                         last[made, past] = path[end - BLOCK - start + past]
                         needed[last[made, past]] = True
                     made += 1
-                above = known[name]
+                above = state_numbers[name]
             state[i], depth[i] = above, position
             counts[r, i] = position + 1 - anchor
             for past in range(counts[r, i]):
@@ -186,14 +186,14 @@ def _forest(seen, at, depths, base, lead):
         done = 0
         while high:
             high -= 1
-            one = stack[high]
+            number = stack[high]
             group = sizes[r]
             sizes[r] = group + 1
-            groups[r, group, 0], sources[r, group] = level[one] - 1, level[one] - 2
-            blocks[r, group] = last[one]
+            groups[r, group, 0], sources[r, group] = level[number] - 1, level[number] - 2
+            blocks[r, group] = last[number]
             groups[r, group, 1] = done
             for i in range(nodes):
-                if state[i] != one:
+                if state[i] != number:
                     continue
                 here = done
                 while here > groups[r, group, 1] and depth[order[r, here - 1]] > depth[i]:
@@ -202,9 +202,9 @@ def _forest(seen, at, depths, base, lead):
                 order[r, here] = i
                 done += 1
             groups[r, group, 2] = done
-            buffers = max(buffers, level[one])
+            buffers = max(buffers, level[number])
             for child in range(made - 1, 0, -1):
-                if parent[child] == one:
+                if parent[child] == number:
                     stack[high] = child
                     high += 1
         for place in range(size):

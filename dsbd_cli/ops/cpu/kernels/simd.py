@@ -53,12 +53,12 @@ def operation(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], An
 
     def made(build: Callable[..., Any]) -> Any:
         def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-            found = build(builder, *values)
-            return context.get_dummy_value() if found is None else found
+            value = build(builder, *values)
+            return context.get_dummy_value() if value is None else value
 
         signature = result(*arguments)
         # numba asks for one parameter per argument
-        names = ", ".join(f"a{place}" for place in range(len(arguments)))
+        names = ", ".join(f"a{number}" for number in range(len(arguments)))
         scope: dict[str, Any] = {"signature": signature, "code": code}
         exec(f"def {build.__name__}(context, {names}): return signature, code", scope)
         return intrinsic(scope[build.__name__])
@@ -75,8 +75,8 @@ def loaded(builder: Any, address: Any, kind: Any, align: int) -> Any:
 
 
 def splatted(builder: Any, value: Any, kind: Any = VECTOR) -> Any:
-    one = builder.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(I32, 0))
-    return builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), ir.Constant(WHOLES, [0] * LANES))
+    vector = builder.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(I32, 0))
+    return builder.shuffle_vector(vector, ir.Constant(kind, ir.Undefined), ir.Constant(WHOLES, [0] * LANES))
 
 
 def _number(value: float) -> Any:
@@ -196,8 +196,8 @@ def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
 
 
 add, sub, mul, divide = (
-    operation(LANES_TYPE, LANES_TYPE, LANES_TYPE)(one)
-    for one in (ir.IRBuilder.fadd, ir.IRBuilder.fsub, ir.IRBuilder.fmul, ir.IRBuilder.fdiv)
+    operation(LANES_TYPE, LANES_TYPE, LANES_TYPE)(instruction)
+    for instruction in (ir.IRBuilder.fadd, ir.IRBuilder.fsub, ir.IRBuilder.fmul, ir.IRBuilder.fdiv)
 )
 
 
@@ -254,13 +254,13 @@ def _transpose(builder: Any, rows: list[Any]) -> list[Any]:
     """Transpose LANES vectors of LANES numbers: two blocks of half the size change places, then smaller ones."""
     step = LANES // 2
     while step:
-        for place in range(LANES):
-            if place & step:
+        for index in range(LANES):
+            if index & step:
                 continue
-            a, b = rows[place], rows[place + step]
+            a, b = rows[index], rows[index + step]
             kept = [LANES + lane - step if lane & step else lane for lane in range(LANES)]
             other = [LANES + lane if lane & step else lane + step for lane in range(LANES)]
-            rows[place], rows[place + step] = (
+            rows[index], rows[index + step] = (
                 builder.shuffle_vector(a, b, ir.Constant(WHOLES, order)) for order in (kept, other)
             )
         step //= 2
@@ -347,13 +347,13 @@ def _tile(kind: str, rows: int, *, prefetches: bool = False) -> Any:
         multiply = cgutils.get_or_insert_function(builder.module, ir.FunctionType(sum_kind, kinds), INSTRUCTIONS[kind])
         places = [[_plus(builder, sums, r * LINE + v * LANES * WORD) for v in range(LINE_VECTORS)] for r in range(rows)]
         starts = [builder.add(x, builder.mul(x_row, ir.Constant(I64, r))) for r in range(rows)]
-        before = [[loaded(builder, place, sum_kind, WORD) for place in row] for row in places]
+        before = [[loaded(builder, address, sum_kind, WORD) for address in row] for row in places]
         entry, loop = builder.basic_block, builder.append_basic_block("step")
         done = builder.append_basic_block("done")
         builder.branch(loop)
         builder.position_at_end(loop)
         step = builder.phi(I64)
-        found = [[builder.phi(sum_kind) for _ in row] for row in places]
+        running = [[builder.phi(sum_kind) for _ in row] for row in places]
         line = builder.add(weights, builder.mul(step, ir.Constant(I64, LINE)))
         for distance in range(AHEAD, AHEAD + LINE, CACHE_LINE) if AHEAD else ():
             prefetch(builder, _plus(builder, line, distance))
@@ -365,15 +365,15 @@ def _tile(kind: str, rows: int, *, prefetches: bool = False) -> Any:
             split(builder, loaded(builder, _plus(builder, line, v * LANES * WORD), read_kind, LANES * WORD))
             for v in range(LINE_VECTORS)
         ]
-        place = builder.mul(step, ir.Constant(I64, WORD))
+        offset = builder.mul(step, ir.Constant(I64, WORD))
         after = []
-        for start, row in zip(starts, found, strict=True):
-            ones = split(builder, splatted(builder, loaded(builder, builder.add(start, place), single, 1), read_kind))
+        for start, row in zip(starts, running, strict=True):
+            ones = split(builder, splatted(builder, loaded(builder, builder.add(start, offset), single, 1), read_kind))
             row_sums: list[Any] = list(row)
-            for half, one in enumerate(ones):
+            for half, x_half in enumerate(ones):
                 for v, parts in enumerate(side):
                     part = parts[half]
-                    triple = (one, part, row_sums[v]) if floats else (row_sums[v], one, part)
+                    triple = (x_half, part, row_sums[v]) if floats else (row_sums[v], x_half, part)
                     row_sums[v] = builder.call(multiply, triple)
             after.append(row_sums)
         following = _plus(builder, step, 1)
@@ -383,8 +383,8 @@ def _tile(kind: str, rows: int, *, prefetches: bool = False) -> Any:
         builder.position_at_end(done)
         for r in range(rows):
             for v in range(LINE_VECTORS):
-                found[r][v].add_incoming(before[r][v], entry)
-                found[r][v].add_incoming(after[r][v], loop)
+                running[r][v].add_incoming(before[r][v], entry)
+                running[r][v].add_incoming(after[r][v], loop)
                 builder.store(after[r][v], pointer(builder, places[r][v], sum_kind), align=WORD)
 
     return operation(types.void, *(types.int64,) * (6 if prefetches else 5))(build)
@@ -471,13 +471,13 @@ def _prefetching_group(kind: str) -> Callable[..., Any]:
 
 
 @operation(types.void, *(types.int64,) * 3)
-def _transpose_rows(builder: Any, rows: Any, place: Any, target: Any) -> None:
+def _transpose_rows(builder: Any, rows: Any, offset: Any, target: Any) -> None:
     """Transpose LANES words of LANES rows, from `place` bytes on, into LANES lines: a line has a word of each row, side
     by side. rows: where the addresses of the rows are stored."""
     words = []
     for lane in range(LANES):
         row = loaded(builder, _plus(builder, rows, 8 * lane), I64, 8)
-        words.append(loaded(builder, builder.add(row, place), WHOLES, 1))
+        words.append(loaded(builder, builder.add(row, offset), WHOLES, 1))
     for line in _transpose(builder, words):
         builder.store(line, pointer(builder, target, WHOLES), align=WORD)
         target = _plus(builder, target, LINE)
@@ -540,5 +540,5 @@ def copy_line(builder: Any, source: Any, target: Any) -> Any:
 @operation(types.void, types.int64)
 def clear_line(builder: Any, target: Any) -> Any:
     for v in range(LINE_VECTORS):
-        place = pointer(builder, _plus(builder, target, v * LANES * WORD), WHOLES)
-        builder.store(ir.Constant(WHOLES, [0] * LANES), place, align=WORD)
+        part = pointer(builder, _plus(builder, target, v * LANES * WORD), WHOLES)
+        builder.store(ir.Constant(WHOLES, [0] * LANES), part, align=WORD)
