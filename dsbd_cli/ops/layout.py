@@ -197,6 +197,8 @@ class KernelTensors:
         self.tensors = tuple(tensor for tensor in TENSORS if tensor.access[index] != ".")
         self.writes = frozenset(tensor.name for tensor in self.tensors if tensor.access[index] in "wu")
         self.apart = frozenset(tensor.name for tensor in self.tensors if tensor.access[index] == "s")
+        # as plain tuples, which each call goes through: name, dtype, whether rows may lie apart, whether it is written
+        self.checked = [(t.name, t.dtype, t.name in self.apart, t.name in self.writes) for t in self.tensors]
         # what each call goes through, as plain tuples: the fields of each owner, and the dims that give the sizes
         self._fields: dict[str, list[tuple[str, str]]] = {}
         self._dims: dict[str, list[tuple[str, int, int, int]]] = {}

@@ -234,10 +234,11 @@ class KernelBuffer(ForestBuffer):
         numbers, flags = self.forest["numbers"].unbind(0), self.forest["flags"].unbind(0)
         self._all = dict(zip(FIELDS + FLAGS, numbers + flags, strict=True))
         self._all |= {name: value for name, value in self.forest.items() if name not in ("numbers", "flags")}
-        # a call for each field: to cut out one layer after the other takes several times as long
-        counts = [sizes.roots] + [sizes.drafts] * sizes.layers
-        parts = zip(*(value.split_with_sizes(counts, 1) for value in self._all.values()), strict=True)
-        self._layers = [dict(zip(self._all, part, strict=True)) for part in parts]
+        self._layers = [self._all]
+        if sizes.layers:  # a call for each field: to cut out one layer after the other takes several times as long
+            counts = [sizes.roots] + [sizes.drafts] * sizes.layers
+            parts = zip(*(value.split_with_sizes(counts, 1) for value in self._all.values()), strict=True)
+            self._layers = [dict(zip(self._all, part, strict=True)) for part in parts]
         self._nodes: LayerNodes | None = None
 
     @property

@@ -57,12 +57,11 @@ def _run(takes: KernelTensors, tensors: Tensors, numbers: dict[str, int], work: 
     """Run a kernel. numbers: sizes and others. work: multiplications, about. memory: bytes that each thread works
     in."""
     rows, run, addresses, copies = numbers["rows"], compiled()[takes.kernel], {}, []
-    for tensor in takes.tensors:
-        name = tensor.name
+    for name, dtype, apart, written in takes.checked:
         if (value := tensors.get(name)) is not None:
-            assert value.dtype is tensor.dtype, (name, value.dtype)
-            if not value.is_contiguous() and name not in takes.apart:
-                assert name not in takes.writes, (name, value.shape, value.stride())
+            assert value.dtype is dtype, (name, value.dtype)
+            if not apart and not value.is_contiguous():
+                assert not written, (name, value.shape, value.stride())
                 value = value.contiguous()
                 copies.append(value)  # so that it lives until the kernel has run
             addresses[name] = value.data_ptr()
