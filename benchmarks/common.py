@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -35,7 +36,8 @@ def device_name() -> str:
     """The GPU's name, or the processor's with its threads."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    return f"{cpu_name()}, {torch.get_num_threads()} threads"
+    limit = f", limited to {name}" if (name := os.environ.get("DSBD_CPU")) else ""
+    return f"{cpu_name()}{limit}, {torch.get_num_threads()} threads"
 
 
 def environment() -> dict[str, Any]:

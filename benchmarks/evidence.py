@@ -15,6 +15,9 @@ llama.cpp's Q8_0 counts as int8 weights. It has no beam search, so its cells wit
 
 --equal: the best answers of float32 weights, computed in float32, beside those of transformers.
 
+--cpu avx2: all engines do what they do on a processor with AVX2 alone. llama.cpp and ONNX Runtime cannot be limited,
+and are left out.
+
 The whole took an hour on two cores with all engines. What a stopped run has measured is kept and not measured again.
 """
 
@@ -43,6 +46,12 @@ OURS, THEIRS = "dsbd-int8", ("openvino-int8", "ctranslate2-int8", "llama.cpp-int
 MOST_BEAMS = {"llama.cpp-int8": 1, "onnxruntime-int8": 32}  # ONNX Runtime GenAI 0.18 refuses more
 PLAIN = "transformers-bfloat16"
 ENGINES = (OURS, *THEIRS, "dsbd-bfloat16", PLAIN)
+LIMITS = {  # of every engine that can be limited to a smaller processor
+    "avx2": {
+        "DSBD_CPU": "avx2", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "CT2_FORCE_CPU_ISA": "AVX2",
+    }
+}  # fmt: skip
+UNLIMITED = ("llama.cpp-int8", "onnxruntime-int8")
 EQUAL = ("transformers-float32", "dsbd-float32", "openvino-strict")
 EQUAL_PROMPTS, EQUAL_TOKENS = 24, 32
 WARM = 2000  # tokens of prompts at most in the call before a cell, if one prompt has fewer
@@ -412,13 +421,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", type=Path, default=ROOT / "models" / "qwen2.5-coder-1.5b-instruct")
     parser.add_argument("--equal", type=Path, help="a small model whose answers in float32 are compared")
-    parser.add_argument("--engines", default=",".join(ENGINES))
+    parser.add_argument("--engines", help="by commas; default: all")
+    parser.add_argument("--cpu", choices=LIMITS, help="a smaller processor than this one")
     parser.add_argument("--cells", help="see `chosen`: 1,2 or 4x8x500 or grid; default: those of README")
     parser.add_argument("--starts", type=int, default=3, help="starts of each engine")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--name", default="evidence", help="folder of the results")
     options = parser.parse_args()
-    engines = options.engines.split(",")
+    limit = LIMITS.get(options.cpu, {})
+    os.environ.update(limit)
+    fitting = [engine for engine in ENGINES if not (limit and engine in UNLIMITED)]
+    engines = options.engines.split(",") if options.engines else fitting
+    if others := set(engines) - {*fitting}:
+        parser.error(f"these engines are unknown, or cannot be limited: {', '.join(sorted(others))}")
     cells = chosen(options.cells)
     folder = results_folder(options.name)
     runs = (

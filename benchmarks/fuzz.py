@@ -391,10 +391,10 @@ def _int8(family: str, size: int, dtype: torch.dtype, tokenizer: PreTrainedToken
         parts = DecoderParts(family, spec, tensors, dtype, torch.device("cpu"), settings)
         target = own = build_decoder(parts, lambda: model, frozenset())
         outliers = find_outliers(own.decoder, lambda: own.plain(torch.arange(64)[None] % size))
-        quantize_decoder(own.decoder, outliers, least=0)
+        quantize_decoder(own.decoder, outliers, "int8", least=0)
     else:
         target = forest = CausalForestModel(model, family)
-        quantize(forest.module, forest.calibrate, least=0)
+        quantize(forest.module, forest.calibrate, "int8", least=0)
         forest.layers_replaced()
     _promise(target)
     return Loaded(target, draft, HFCodec(tokenizer, (tokenizer.eos_token_id,)))

@@ -10,6 +10,7 @@ this package but the engine itself is imported here, as peers live in environmen
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 import urllib.request
@@ -59,6 +60,8 @@ def openvino(folder: str, threads: int, *, strict: bool) -> Answer:
             "KV_CACHE_PRECISION": "f32",
             "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0",
         }
+    elif "ONEDNN_MAX_CPU_ISA" in os.environ:  # it would choose by the flags of the processor, and find no kernel
+        options |= {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"}
     pipe = genai.LLMPipeline(folder, "CPU", **options)
 
     def answer(prompts: Prompts, beams: int, tokens: int) -> Prompts:

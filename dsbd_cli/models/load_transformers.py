@@ -39,7 +39,7 @@ def load_transformers(checkpoint: Checkpoint) -> Loaded:
         forest.keep_recurrent_states_in(torch.float64 if wanted else torch.float32)
         tested = self_test(forest)
         if spec.quantize is not None:  # after the test, whose limits are those of the checkpoint's own rounding
-            _quantize(forest, checkpoint)
+            _quantize(forest, checkpoint, spec.quantize)
         verdict = check(forest) if wanted else Verdict(verdicts.UNASKED)
         notes = forest.trust(verdict.varies, verdict.copies)
         if not forest.invariant:
@@ -104,9 +104,10 @@ def _on_cpu(model: Any) -> bool:
     return not hooked and {parameter.device.type for parameter in model.parameters()} == {"cpu"}
 
 
-def _quantize(forest: CausalForestModel | Seq2SeqForestModel, checkpoint: Checkpoint) -> None:
-    """Quantize the large linear layers to int8 and pack the small ones. Raises UsageError where all are small."""
-    if not quantize(forest.module, forest.calibrate):
+def _quantize(forest: CausalForestModel | Seq2SeqForestModel, checkpoint: Checkpoint, weights: str) -> None:
+    """Quantize the large linear layers to `int8` or `int4`, and pack the small ones. Raises UsageError where all are
+    small."""
+    if not quantize(forest.module, forest.calibrate, weights):
         raise too_small(checkpoint.spec, f"the {checkpoint.name}")
     pack(forest.module)
     forest.layers_replaced()

@@ -34,7 +34,7 @@ class Processor(IntEnum):
         return _DETAILS[self][0]
 
 
-_AVX2 = frozenset({"avx", "avx2", "fma"})
+_AVX2 = frozenset({"avx", "avx2", "f16c", "fma"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _VNNI = _AVX512 | {"avx512vnni"}
 _BF16 = _VNNI | {"avx512bf16"}
@@ -115,8 +115,15 @@ def bfloat16_tile() -> str | None:
     Matrix units are fastest. AVX-512 BF16 multiplies pairs; an Emerald Rapids does that at half its rate of float32. So
     on other processors than AMD's, and where the instruction is missing, each number is widened to float32 first.
     """
-    if current() == Processor.AMX:
-        return "amx"
-    if current() < Processor.AVX512:
-        return None
+    if current() in (Processor.BASE, Processor.AMX):
+        return "amx" if current() == Processor.AMX else None
     return "bfloat16" if current() == Processor.AVX512_BF16 and on_amd() else "widened"
+
+
+def int8_tile() -> str | None:
+    """Return the kind of tile that multiplies int8 here; None where torch does it. All compute the same integers."""
+    if current() in (Processor.BASE, Processor.AMX):
+        return "amx" if current() == Processor.AMX else None
+    if current() >= Processor.AVX512_VNNI:
+        return "dpbusd"
+    return "half_dpbusd" if current() == Processor.AVX2_VNNI else "signs"

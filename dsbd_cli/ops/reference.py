@@ -156,6 +156,22 @@ def outlier_channels(largest: Tensor) -> Tensor:
     return largest.topk(min(OUTLIERS, len(largest) // 2)).indices.sort().values
 
 
+def int4_sums(x: Tensor, levels: Tensor, scales: Tensor, offsets: Tensor) -> Tensor:
+    """Return the product [r, o] float32 of integers x [r, i] with weights scale * level + offset.
+
+    levels [o, i]: 0 .. 15. scales, offsets [o, g]: one for each i / g inputs, of 11 bits. Group by group, scale times
+    the sum of products and offset times the sum of x are added to the result, which is rounded once after each.
+    """
+    groups = scales.shape[1]
+    x, levels = (side.double().unflatten(1, (groups, -1)) for side in (x, levels))
+    result = x.new_zeros(len(x), len(levels))
+    for group in range(groups):
+        of_x, dot = x[:, group].sum(1, keepdim=True), x[:, group] @ levels[:, group].t()
+        for factor, number in ((scales, dot), (offsets, of_x)):  # float64 holds each product, and nearly each sum
+            result = (result + factor[:, group].double() * number).float().double()
+    return result.float()
+
+
 def log_total(values: Tensor, highest: Tensor) -> Tensor:
     """Return the log of the sum over v of exp(values[:, v] - highest), [m, 1] float32.
 

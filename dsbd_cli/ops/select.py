@@ -17,6 +17,7 @@ from dsbd_cli.ops import reference
 from dsbd_cli.ops.cpu import (
     attention,
     candidates,
+    int4,
     int8,
     iteration,
     layer,
@@ -97,10 +98,10 @@ class Kernel(NamedTuple):
 
     name: the operation. op: what `Ops` holds for it, or the class of a product. load: compiles it. instead: what a
     warning says that happens where it cannot be loaded. least, most: processors; an ARM counts as AVX2. dtypes: of the
-    model; empty: any. weights: their format: `plain`, in the dtype of the model, or `int8`; empty for an operation
-    without weights. step: widths must be multiples of it. needs: what must be true, each with the reason where it is
-    not. trial: returns what is wrong with its results. beside: an operation, and its weights, that a kernel must serve,
-    too. reason: why it serves. elsewhere: why it does not serve on other processors.
+    model; empty: any. weights: their format: `plain`, in the dtype of the model, `int8` or `int4`; empty for an
+    operation without weights. step: widths must be multiples of it. needs: what must be true, each with the reason
+    where it is not. trial: returns what is wrong with its results. beside: an operation, and its weights, that a kernel
+    must serve, too. reason: why it serves. elsewhere: why it does not serve on other processors.
     """
 
     name: str
@@ -155,16 +156,24 @@ def _int8_fault(backend: type[int8.CompiledInt8] | type[int8.TorchInt8], dtype: 
     return int8.fault(backend, packed_linear)
 
 
-BASE, AVX512, AVX512_VNNI, AVX512_BF16, AMX = (
-    Processor[name] for name in ("BASE", "AVX512", "AVX512_VNNI", "AVX512_BF16", "AMX")
-)
+def _int4_fault(backend: type[int4.CompiledInt4], dtype: torch.dtype) -> str | None:
+    return int4.fault(backend, packed_linear)
+
+
+def _load_int4() -> object:
+    """Load the kernels of int4, and those of int8, which quantize rows for both."""
+    return int8.compiled(), int4.compiled()
+
+
+BASE, AVX512_BF16, AMX = Processor.BASE, Processor.AVX512_BF16, Processor.AMX
 F32, BF16 = (torch.float32,), (torch.bfloat16,)
 _ITERATIONS = "tensor code computes what lies between the forwards"
 _LAYERS = "torch computes norms, rotations and activations"
+_X86 = (lambda: not ON_ARM, "the kernel was never measured on an ARM")
 _TEAM = (team, "torch has no team of threads that kernels can share")
 _UNITS = (may_use_matrix_units, "the system does not let this process use matrix units")
 _LINEAR = functools.partial(
-    Kernel, load=linear.compiled, instead="torch computes linear layers", needs=(_TEAM,), trial=linear.fault
+    Kernel, load=linear.compiled, instead="torch computes linear layers", needs=(_X86, _TEAM), trial=linear.fault
 )
 _LINES = "weights lie in the order in which the kernel reads them"
 _INT8 = functools.partial(
@@ -178,22 +187,24 @@ TABLE = (
     Kernel("rotate", layer.rotate, layer.compiled, _LAYERS, dtypes=FLOATS, step=layer.STEP),
     Kernel("program", program.loop, program.compiled, "layers are called one by one", dtypes=FLOATS, step=layer.STEP,
            beside=("norm", "")),
-    _LINEAR("linear", linear.CompiledLinear, least=AVX512, dtypes=F32, weights="plain", reason=_LINES),
-    _LINEAR("linear", linear.CompiledLinear, least=AVX512, most=AVX512_BF16, dtypes=BF16, weights="plain",
+    _LINEAR("linear", linear.CompiledLinear, dtypes=F32, weights="plain", reason=_LINES),
+    _LINEAR("linear", linear.CompiledLinear, most=AVX512_BF16, dtypes=BF16, weights="plain",
     reason=_LINES), _LINEAR("linear", linear.CompiledLinear, least=AMX, dtypes=BF16, weights="plain", needs=(_TEAM,
             _UNITS), reason="matrix units read weights as they lie in the checkpoint"),
     Kernel("linear", linear.TorchLinear, least=BASE, weights="plain", trial=linear.fault, backend="torch",
            reason="weights are packed by oneDNN"),
-    _INT8(least=AVX512_VNNI, most=AVX512_BF16, needs=(_TEAM,)),
+    _INT8(most=AVX512_BF16, needs=(_X86, _TEAM)),
     _INT8(least=AMX, needs=(_TEAM, _UNITS)),
     Kernel("linear", int8.TorchInt8, least=BASE, weights="int8", trial=_int8_fault, backend="torch"),
+    Kernel("linear", int4.CompiledInt4, _load_int4, "nothing computes products in int4", dtypes=FLOATS, weights="int4",
+           needs=(_X86, _TEAM), trial=_int4_fault, elsewhere="int4 needs x86 with AVX2"),
     Kernel("pick", pick, beside=("linear", "plain"), reason="rows are packed from where they lie",
            elsewhere="torch computes products with picked rows"),
     Kernel("path_attention", attention, attention.compiled, "torch computes attention over the suffix",
            dtypes=FLOATS),
     Kernel("prompt_attention", prompt_attention, prompt_attention.compiled,
-           "torch computes attention to prompts", least=AVX512, most=AVX512_BF16, dtypes=FLOATS, needs=(_TEAM,),
-           elsewhere="the kernel is for processors with AVX-512 and without matrix units"),
+           "torch computes attention to prompts", most=AVX512_BF16, dtypes=FLOATS, needs=(_X86, _TEAM),
+           elsewhere="the kernel is for processors with AVX2 and without matrix units"),
     Kernel("log_total", logsumexp.log_total, logsumexp.compiled, "torch computes the sums over the vocabulary"),
     Kernel("candidates", candidates.candidates, _load_candidates, _ITERATIONS),
     Kernel("draft", _draft, iteration.compiled, _ITERATIONS),
@@ -259,20 +270,26 @@ def packing_works(dtype: torch.dtype) -> bool:
     return choose("linear", dtype, "plain")[0] is not None
 
 
-def int8_linear(weights: Sequence[Tensor], biases: Sequence[Tensor | None], outliers: Tensor) -> int8.Int8Product:
-    """Return layers as one product in int8. The input channels `outliers` [k] are not quantized.
+def quantized_linear(
+    weights: Sequence[Tensor], biases: Sequence[Tensor | None], outliers: Tensor, quantize: str
+) -> int8.Int8Product:
+    """Return layers as one product in int8 or int4. The input channels `outliers` [k] are not quantized.
 
     weights: [o, i] of each layer, of one dtype, on a CPU. biases: [o] or None of each layer.
     """
-    kernel, reason = choose("linear", weights[0].dtype, "int8")
+    kernel, reason = choose("linear", weights[0].dtype, quantize)
     assert kernel is not None, reason
     return int8.Int8Product(weights, biases, outliers, kernel.op, packed_linear)
 
 
-def int8_missing() -> str | None:
-    """Return why this build of torch on this processor has no exact int8 product; None where it has one."""
-    kernel, reason = choose("linear", torch.float32, "int8")
-    return reason if kernel is None else None
+def quantize_missing(quantize: str) -> str | None:
+    """Return why there are no exact products in int8, or none in int4, on this processor and with this build of torch;
+    None where there are."""
+    for weights in dict.fromkeys(("int8", quantize)):  # int4 leaves some layers to int8
+        kernel, reason = choose("linear", torch.float32, weights)
+        if kernel is None:
+            return reason
+    return None
 
 
 # triton, on a GPU

@@ -8,6 +8,7 @@ process each, `DSBD_CPU=avx2 python -m tests.ops.test_kernels`, which prints a l
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
 import json
 import math
@@ -240,6 +241,70 @@ def int8(op: Any, dtype: torch.dtype) -> None:
         assert product(x[:0]).shape == (0, outputs)
 
 
+def int4_parts(product: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The levels [o, i] of packed weights, and their scales and offsets [o, i / 32], not yet multiplied by a factor."""
+    blocks, groups, _ = product.weights.shape
+    words, *factors = product.weights.split((4 * 256, 128, 128), -1)
+    words = words.reshape(blocks, groups, 4, 64, 4)
+    halves = torch.stack((words & 15, words >> 4), 3)  # [blocks, groups, line, half, column, byte]
+    levels = halves.permute(0, 4, 1, 2, 3, 5).reshape(blocks * 64, groups * 32)
+    scales, offsets = (part.contiguous().view(torch.float16).mT.reshape(blocks * 64, groups) for part in factors)
+    return levels, scales, offsets
+
+
+def int4(op: Any, dtype: torch.dtype) -> None:
+    """The bits of the reference without outliers. Groups whose weights are all alike, and rows of zeros."""
+    for rows, inputs, outputs, count in ((9, 160, 72, 1), (37, 170, 130, 3), (130, 2400, 200, 32)):
+        weight, bias = normal(dtype, outputs, inputs, seed=1) / 50, normal(dtype, outputs, seed=2)
+        weight[3, :64], weight[5] = 0.25, 0
+        outliers = torch.arange(5, inputs, inputs // count - 1)[:count]
+        x = normal(dtype, rows, inputs, seed=3)
+        x[:, outliers] *= 100
+        product = op([weight], outliers, bias, select.packed_linear)
+        levels, scales, offsets = int4_parts(product)
+        stored = (levels.unflatten(1, (-1, 32)) * scales.double()[..., None] + offsets.double()[..., None]).flatten(1)
+        stored = (stored * product.scales.double()[:, None])[:outputs, :inputs]
+        wanted = weight.double()
+        wanted[:, outliers] = 0
+        assert (stored - wanted).norm() < 0.1 * wanted.norm()
+        assert torch.equal(stored[5], torch.zeros(inputs).double())
+        alike = wanted[3, 32:64] != 0  # but for outliers, whose x is 0
+        torch.testing.assert_close(stored[3, 32:64][alike], wanted[3, 32:64][alike], rtol=1e-3, atol=0)
+
+        zero_bias = op([weight], outliers, torch.zeros_like(bias), select.packed_linear)
+        x_levels, steps, outlier_x, sums = product.levels(x)
+        ours = zero_bias.multiply(x_levels, torch.ones_like(steps), torch.zeros_like(outlier_x), sums)
+        exact = reference.int4_sums(x_levels, levels, scales, offsets) * product.scales
+        assert torch.equal(ours, exact.to(dtype)[:, :outputs])
+
+        def plain(x: Tensor, stored: Tensor = stored, weight: Tensor = weight, bias: Tensor = bias,
+                  outliers: Tensor = outliers) -> Tensor:  # fmt: skip
+            ordinary, few = x.float().clone(), x.double()[:, outliers] @ weight.double()[:, outliers].t()
+            ordinary[:, outliers] = 0
+            steps = ordinary.abs().amax(1, keepdim=True) / 127
+            integers = torch.floor(ordinary / steps + 128.5).sub(128).double()
+            return integers @ stored.t() * steps.double() + few + bias.double()
+
+        spread = float(plain(x).std())
+        limit = 1e-5 if dtype == torch.float32 else 1.6e-2
+        for at in (5, 6):  # an outlier, one of the integers
+            check_rows(lambda x: product(x) / spread, lambda x: plain(x) / spread, x, limit, at=at)  # noqa: B023
+        assert product(x[:0]).shape == (0, outputs)
+
+
+def bits(weights: str, dtype: torch.dtype) -> str:
+    """A checksum of the results of our products in int8 or int4."""
+    kind = {"int8": select.int8.CompiledInt8, "int4": select.int4.CompiledInt4}[weights]
+    digest = hashlib.sha256()
+    for rows, inputs, outputs in ((1, 160, 64), (4, 2048, 200), (37, 5000, 70)):
+        weight, bias, x = (normal(dtype, *shape) for shape in ((outputs, inputs), (outputs,), (rows, inputs)))
+        x[:, 3:90:29] *= 100
+        with torch.inference_mode():
+            product = kind([weight], torch.tensor([3, 32, 61]), bias, select.packed_linear)
+            digest.update(product(x).contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
 def pick(op: Any, dtype: torch.dtype) -> None:
     """Rows of the batch with rows of the table of their own, picked anew in other numbers. A product's bits are its own
     beside any others, in any order of rows of the table. The reference is checked, too."""
@@ -439,6 +504,7 @@ CASES: dict[Row, Callable[[Any, torch.dtype], None]] = {
     **{(name, ""): part_of_iteration(name) for name in ("draft", "verify", "commit")},
     ("linear", "plain"): linear,
     ("linear", "int8"): int8,
+    ("linear", "int4"): int4,
 }
 # what LLVM makes of the same code for a processor between AVX2 and this one is not compiled for the tests
 VARIED = {
@@ -507,9 +573,18 @@ def test_a_kernel_is_its_reference(processor: Processor, name: str, weights: str
         pytest.fail(problem, pytrace=False)
 
 
+@pytest.mark.parametrize("processor", [p for p in possible() if Processor.AVX2 <= p < current()], ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_the_bits_are_the_same_on_every_processor(processor: Processor, dtype: torch.dtype, weights: str) -> None:
+    assert faults(processor)["bits", weights, str(dtype)] == bits(weights, dtype)
+
+
 if __name__ == "__main__":
     from dsbd_cli.ops.cpu.kernels import config  # before any function of numba
 
     assert (config.CPU_FEATURES is None) == (current() == possible()[-1])
+    for weights, dtype in itertools.product(("int8", "int4"), FLOATS if current() >= Processor.AVX2 else ()):
+        print(json.dumps(["bits", weights, str(dtype), bits(weights, dtype)]))
     for _, *row, dtype in (row for row in ROWS if row[0] == current()):
         print(json.dumps([*row, str(dtype), fault(*row, dtype)]), flush=True)

@@ -306,7 +306,7 @@ class DeviceOptions(TemplateOptions, LoadOptions):
         DEVICES, "rows decoded together; auto: what fits in memory", default=DEFAULT_BATCH_SIZE, metavar="N"
     )
     quantize: Quantize | None = option(
-        DEVICES, "int8: the linear layers of both models in 8 bits, on the CPU (docs/hardware.md)", metavar="int8"
+        DEVICES, "the linear layers of both models in 8 or 4 bits, on the CPU (docs/hardware.md)", metavar="int8|int4"
     )
     numerics: Numerics | None = option(
         DEVICES,

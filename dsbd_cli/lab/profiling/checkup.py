@@ -307,7 +307,7 @@ def _products(target: ForestModel) -> list[object]:
 
     from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
     from dsbd_cli.models.transformers_backend.base import TransformersForestModel
-    from dsbd_cli.models.transformers_backend.patching import Int8Linear, PackedLinear
+    from dsbd_cli.models.transformers_backend.patching import PackedLinear, QuantizedLinear
 
     if isinstance(target, DecoderForestModel):
         weights = target.decoder.weights
@@ -315,7 +315,7 @@ def _products(target: ForestModel) -> list[object]:
         return [*(getattr(layer, name) for layer in weights.layers for name in names), weights.lm_head]
     if not isinstance(target, TransformersForestModel):
         return []
-    return [module for module in target.module.modules() if isinstance(module, PackedLinear | Int8Linear | Linear)]
+    return [module for module in target.module.modules() if isinstance(module, PackedLinear | QuantizedLinear | Linear)]
 
 
 def _memory(pair: LoadedPair) -> tuple[State, str, Facts]:

@@ -22,7 +22,7 @@ from dsbd_cli.models.checkpoints.linearised import unread
 from dsbd_cli.models.checkpoints.lm_head import install, lm_head_keys, read_trimmed_lm_head
 from dsbd_cli.models.checkpoints.mamba_ssm import KEY_MAPPING
 from dsbd_cli.ops.interface import LEAST_WEIGHTS
-from dsbd_cli.ops.select import int8_missing, packing_works
+from dsbd_cli.ops.select import packing_works, quantize_missing
 
 SMALL_BYTES = 64 << 20  # with dtype auto, weights of up to this size are float32 on a CPU
 NOWHERE = ".no-adapter"  # a folder that no checkpoint has
@@ -179,22 +179,24 @@ def load_preprocessor(checkpoint: Checkpoint, *, pictures: bool) -> Any:
 
 
 def check_quantize(checkpoint: Checkpoint, config: Any) -> None:
-    """Raise UsageError where int8 is asked for and not possible: it needs plain weights on the CPU."""
+    """Raise UsageError where int8 or int4 is asked for and not possible: they need plain weights on the CPU."""
     spec = checkpoint.spec
     if spec.quantize is None:
         return
     if spec.device_map is not None or device_of(spec).type != "cpu":
-        reason: str | None = f"int8 runs on the CPU only: drop it, or place the {spec.role} there (--device cpu)"
+        reason: str | None = (
+            f"{spec.quantize} runs on the CPU only: drop it, or place the {spec.role} there (--device cpu)"
+        )
     elif getattr(config, "quantization_config", None) is not None:
         reason = f"{checkpoint.name} is quantised already: drop it"
     else:
-        reason = int8_missing()  # last: it may have to compile kernels
+        reason = quantize_missing(spec.quantize)  # last: it may have to compile kernels
     if reason is not None:
         raise _unquantizable(spec, reason)
 
 
 def too_small(spec: ModelSpec, name: str) -> UsageError:
-    """Return the error of a model whose products are all too small for int8."""
+    """Return the error of a model whose products are all too small to quantize."""
     return _unquantizable(spec, f"{name} has no linear layer of {LEAST_WEIGHTS} weights or more: drop it")
 
 

@@ -114,10 +114,10 @@ def differs(model: DecoderForestModel, theirs: Any) -> str | None:
 def pack(
     model: DecoderForestModel, spec: ModelSpec, outliers: dict[str, list[int]] | None
 ) -> dict[str, list[int]] | None:
-    """Pack the weights, or quantize them to int8. outliers: channels that an earlier load has found, by product; None:
+    """Pack the weights, or quantize them. outliers: channels that an earlier load has found, by product; None:
     find them.
 
-    Returns the outliers of int8. Raises UsageError where no product is large enough for int8.
+    Returns the outliers, None where nothing is quantized. Raises UsageError where no product is large enough.
     """
     decoder = model.decoder
     if spec.quantize is None:
@@ -129,7 +129,7 @@ def pack(
         channels = find_outliers(decoder, lambda: model.plain(tokens))
     else:
         channels = {name: torch.tensor(numbers) for name, numbers in outliers.items()}
-    if not quantize_decoder(decoder, channels):
+    if not quantize_decoder(decoder, channels, spec.quantize):
         raise too_small(spec, f"the {spec.role} model {spec.source!r}")
     model.forget_programs()
     return {name: numbers.tolist() for name, numbers in channels.items()}

@@ -1,4 +1,4 @@
-"""Pack a decoder's weights for where it runs: in the order in which kernels read them, or in int8.
+"""Pack a decoder's weights for where it runs: in the order in which kernels read them, or in int8 or int4.
 
 Letters: o outputs, i inputs of a product.
 """
@@ -14,10 +14,12 @@ from dsbd_cli.models.decoder.forward import Decoder
 from dsbd_cli.models.decoder.weights import PlainLinear
 from dsbd_cli.ops.interface import LEAST_WEIGHTS, Linear, Ops
 from dsbd_cli.ops.reference import outlier_channels
-from dsbd_cli.ops.select import int8_linear
+from dsbd_cli.ops.select import quantized_linear
 
 Outliers = Mapping[str, Tensor]
-"""Input channels [k] of each product that int8 leaves as they are, by the product's name: `3.qkv`, `lm_head`."""
+"""Input channels [k] of each product that are not quantized, by the product's name: `3.qkv`, `lm_head`."""
+
+INT8_IN_INT4 = ("qkv", "lm_head")  # products that int4 makes int8: four bits cost most there (benchmarks/LOG.md)
 
 
 def pack_decoder(decoder: Decoder, device: torch.device) -> None:
@@ -26,14 +28,17 @@ def pack_decoder(decoder: Decoder, device: torch.device) -> None:
         setattr(owner, name, packed(getattr(owner, name), decoder.weights.dtype, device, decoder.ops))
 
 
-def quantize_decoder(decoder: Decoder, outliers: Outliers, least: int = LEAST_WEIGHTS) -> int:
-    """Quantize the products of `least` weights or more to int8, in place, and pack the others. Return how many are
-    int8."""
+def quantize_decoder(decoder: Decoder, outliers: Outliers, weights: str, least: int = LEAST_WEIGHTS) -> int:
+    """Quantize the products of `least` weights or more, in place, and pack the others. Return how many are quantized.
+
+    weights: their format, `int8` or `int4`.
+    """
     made = 0
     for full, owner, name in decoder.plain_products():
         linear: PlainLinear = getattr(owner, name)
         if sum(weight.numel() for weight in linear.weights) >= least:
-            setattr(owner, name, int8_linear(*linear.converted(decoder.weights.dtype), outliers[full]))
+            own = "int8" if name in INT8_IN_INT4 else weights
+            setattr(owner, name, quantized_linear(*linear.converted(decoder.weights.dtype), outliers[full], own))
             made += 1
     pack_decoder(decoder, torch.device("cpu"))
     return made

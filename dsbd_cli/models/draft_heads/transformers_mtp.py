@@ -58,8 +58,8 @@ class TransformersDraftHead(BaseDraftHead, CausalForestModel):
     def pack(self) -> None:
         pack(self.module)
 
-    def quantize(self) -> int:
-        made = quantize(self.module, self._read_random)
+    def quantize(self, weights: str) -> int:
+        made = quantize(self.module, self._read_random, weights)
         self.pack()
         self.layers_replaced()
         return made

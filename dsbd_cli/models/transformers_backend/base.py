@@ -31,7 +31,7 @@ from dsbd_cli.models.forest_model import (
 )
 from dsbd_cli.models.transformers_backend.attention import use_grouped_attention
 from dsbd_cli.models.transformers_backend.host_reads import HostReadCounter
-from dsbd_cli.models.transformers_backend.patching import Int8Linear, PackedExperts, PackedLinear
+from dsbd_cli.models.transformers_backend.patching import PackedExperts, PackedLinear, QuantizedLinear
 from dsbd_cli.ops.interface import Ops
 from dsbd_cli.ops.select import MODEL, ops_for
 
@@ -190,7 +190,7 @@ class TransformersForestModel(BaseForestModel):
         """The sizes of the model. An embedding table that is not the LM head, too, is looked up and does not count as
         read. All experts of a mixture count as read."""
         # weights of packed layers are no parameters
-        layers = [module for module in self._model.modules() if isinstance(module, PackedLinear | Int8Linear)]
+        layers = [module for module in self._model.modules() if isinstance(module, PackedLinear | QuantizedLinear)]
         experts = [module.forward for module in self._model.modules() if isinstance(module.forward, PackedExperts)]
         packed = {address(part): part for layer in (*layers, *experts) for part in layer.packed}
         weights = {**packed, **{weight.data_ptr(): weight for weight in self._model.parameters()}}.values()

@@ -18,8 +18,12 @@ from transformers.pytorch_utils import Conv1D
 from dsbd_cli.ops import interface
 from dsbd_cli.ops.interface import LEAST_WEIGHTS, Linear
 from dsbd_cli.ops.reference import outlier_channels
-from dsbd_cli.ops.select import int8_linear, packed_linear
+from dsbd_cli.ops.select import packed_linear, quantized_linear
 
+# layers that int4 makes int8: queries, keys and values, and LM heads, as models name them
+INT8_IN_INT4 = frozenset(
+    "q_proj k_proj v_proj qkv_proj query_key_value c_attn Wqkv q k v query key value lm_head embed_out proj_out".split()
+)
 LEAST_FEATURES = 64  # of inputs and of outputs: smaller layers are not quantized
 MULTIPLIED = ("dt_proj",)  # layers whose weights Mamba and Jamba multiply by themselves
 
@@ -246,9 +250,9 @@ class SharedProduct:
         return result
 
 
-class Int8Linear(nn.Module):
-    """A layer x W^T + b with W in int8, except for its columns of outliers. Layers with one input are parts of one
-    product. Inference only.
+class QuantizedLinear(nn.Module):
+    """A layer x W^T + b with W in int8 or int4, except for its columns of outliers. Layers with one input are parts of
+    one product. Inference only.
 
     `weight` tells shape and dtype to models that look at it and holds no numbers: it lies on `meta`.
     """
@@ -309,11 +313,12 @@ class _Watch:
             before.first = layer if before.first is not first else first
 
 
-def quantize(model: nn.Module, calibrate: Callable[[], object], least: int = LEAST_WEIGHTS) -> int:
-    """Replace the plain linear layers of a model on the CPU by int8 ones, in place; return how many.
+def quantize(model: nn.Module, calibrate: Callable[[], object], weights_format: str, least: int = LEAST_WEIGHTS) -> int:
+    """Replace the plain linear layers of a model on the CPU by quantized ones, in place; return how many.
 
-    calibrate: runs tokens through the model. Layers that it does not reach stay as they are. So do products of fewer
-    than `least` weights, for which int8 is no gain: the work around the product takes longer than the product.
+    calibrate: runs tokens through the model. weights_format: `int8` or `int4`. Layers that `calibrate` does not reach
+    stay as they are. So do products of fewer than `least` weights, which would gain nothing: the work around the
+    product takes longer than the product.
     """
     linears = list(plain_linears(model))
     watch = _Watch()
@@ -341,11 +346,12 @@ def quantize(model: nn.Module, calibrate: Callable[[], object], least: int = LEA
             continue
         weights = [weight_of(child).detach() for _, _, child in layers]
         biases = [None if child.bias is None else child.bias.detach() for _, _, child in layers]
-        product = SharedProduct(int8_linear(weights, biases, outlier_channels(largest)))
+        own = "int8" if any(name in INT8_IN_INT4 for _, name, _ in layers) else weights_format
+        product = SharedProduct(quantized_linear(weights, biases, outlier_channels(largest), own))
         del weights
         for *_, child in layers:
             watch.seen.pop(child)
         for part, (parent, name, child) in enumerate(layers):
-            setattr(parent, name, Int8Linear(child, product, part))
+            setattr(parent, name, QuantizedLinear(child, product, part))
         made += len(layers)
     return made

@@ -5,9 +5,9 @@ rows beside it. The few input channels whose values are far larger than the othe
 are multiplied as they are, in the checkpoint's dtype (LLM.int8(), Dettmers et al. 2022). Which channels these are is
 found once, at load, on random tokens; choosing them anew for every batch would make rows depend on each other.
 
-Two ways give the same integers. Where the processor has AVX-512 VNNI or matrix units, our own kernels quantize a row in
-one pass and read the weights once for the integers and the outliers (kernels/int8.py). Elsewhere operators of torch
-serve, which are not documented. ops/select.py compares the way that serves with products of integers.
+Two ways give the same integers. On x86 with AVX2 our own kernels quantize a row in one pass and read the weights once
+for the integers and the outliers (kernels/int8.py). Elsewhere operators of torch serve, which are not documented.
+ops/select.py compares the way that serves with products of integers.
 
 Letters: r rows (tokens), i input channels, o output channels, k outlier channels.
 """
@@ -35,29 +35,30 @@ from dsbd_cli.ops.cpu.runtime import (
     shares,
 )
 from dsbd_cli.ops.memory import allocate_weights
-from dsbd_cli.ops.processor import bfloat16_tile
+from dsbd_cli.ops.processor import int8_tile
 
 LEVELS = 127
 ZERO = 128  # offset of inputs, which are unsigned: for signed ones torch takes a kernel a thousand times slower
 # Rows that are quantized, and multiplied, at a time, so that intermediate results stay in the caches. Measured on one
 # core: 512 rows of 8960 are quantized after 5 ms, all at once after 27 ms (with vector_norm for the largest 45 ms).
 LEVEL_ROWS, PRODUCT_ROWS = 32, 128
-INPUTS = 16  # our kernels need a multiple of this many
+INPUTS, GROUP = 16, 32  # our kernels need a multiple of INPUTS, in int4 of GROUP, the inputs that share a scale
 SMALLEST = torch.finfo(torch.float32).tiny
 
 
 class QuantizeRowArguments(ctypes.Structure):
-    """Arguments of the kernel that quantizes rows: sizes, addresses, and strides in bytes."""
+    """Arguments of the kernel that quantizes rows: sizes, addresses, and strides in bytes. sums: of the integers of
+    each group of GROUP inputs, [rows, inputs / GROUP] float32; 0: they are not wanted."""
 
     _fields_ = fields(
         "taken", "threads", "items", "rows", "share", "x", "x_row", "narrow", "inputs", "kept", "levels", "levels_row",
-        "steps", "outliers", "few", "few_row", "few_inputs",
+        "steps", "outliers", "few", "few_row", "few_inputs", "zero_point", "sums",
     )  # fmt: skip
 
 
 class Int8Arguments(ctypes.Structure):
     """Arguments of the kernel that multiplies: sizes, addresses, and strides in bytes. few_words: of a row of outliers,
-    which are float32, or pairs of bfloat16."""
+    which are float32, or pairs of bfloat16. In int4 quads is the number of groups, and offsets has the sums of x."""
 
     _fields_ = fields(
         *PRODUCT, "levels", "levels_row", "weights", "quads", "piece", "offsets", "scales", "steps", "few",
@@ -77,13 +78,15 @@ class QuantizeWeightArguments(ctypes.Structure):
 
 _ARGUMENTS = QuantizeRowArguments, Int8Arguments, QuantizeWeightArguments
 QUANTIZE_ROWS, MULTIPLY, QUANTIZE_WEIGHTS = map(offsets, _ARGUMENTS)
-LAYOUT = layout(*_ARGUMENTS, constants=(LEVELS, ZERO))
+LAYOUT = layout(*_ARGUMENTS, constants=(LEVELS, ZERO, GROUP))
 Linear = Callable[[Sequence[Tensor], Sequence[Tensor | None]], PackedProduct | None]
 
 
 class TorchInt8:
     """Weights and products by torch's operators. weights: as they are stored. scales: [o] float32, the weight that the
-    integer 1 stands for."""
+    integer 1 stands for. zero_point: the level of inputs that stands for 0."""
+
+    zero_point = ZERO
 
     def __init__(self, weights: Sequence[Tensor], outliers: Tensor, bias: Tensor, linear: Linear) -> None:
         """weights: [o, i] each, one below the other; outliers [k]; bias [o]. linear: packs the columns of outliers."""
@@ -112,7 +115,8 @@ class TorchInt8:
         return recording.compute(compute)
 
     def levels(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Quantize x [r, i]. Return integers [r, i] in 1 .. 255, the scale of each row [r, 1], and outliers [r, k]."""
+        """Quantize x [r, i]. Return integers [r, i] plus `zero_point`, the scale of each row [r, 1], and outliers
+        [r, k]."""
         levels = torch.empty_like(x, dtype=torch.uint8)
         steps = self.scales.new_empty(len(x), 1)
         for rows, row_levels, step in zip(
@@ -134,32 +138,43 @@ class TorchInt8:
 
 class CompiledInt8:
     """Weights and products by kernels/int8.py, with the methods of TorchInt8. Outputs, and their scales, fill up a
-    multiple of COLUMNS, inputs a multiple of INPUTS."""
+    multiple of COLUMNS, inputs a multiple of `inputs_step`."""
+
+    inputs_step = INPUTS
 
     def __init__(self, weights: Sequence[Tensor], outliers: Tensor, bias: Tensor, linear: Linear) -> None:
         self._outputs, self._given = sum(map(len, weights)), weights[0].shape[1]
         self._dtype, pad = weights[0].dtype, nn.functional.pad
-        wider = -self._given % INPUTS
+        wider = -self._given % self.inputs_step
         self._inputs, more = self._given + wider, -self._outputs % COLUMNS
         self._outliers, self._outlier_dtype = outliers.contiguous(), torch.float32
-        if self._dtype == torch.bfloat16 and bfloat16_tile() == "bfloat16":
-            self._outlier_dtype = torch.bfloat16  # their products add up pair by pair, as those of a layer do
+        if self._dtype == torch.bfloat16:
+            self._outlier_dtype = torch.bfloat16  # half as many bytes to read
         outlier_weights = torch.cat([weight[:, outliers] for weight in weights]).to(self._outlier_dtype)
         if self._outlier_dtype == torch.bfloat16 and len(outliers) % 2:  # one channel twice, with zeros for weights
             self._outliers, outlier_weights = torch.cat((outliers, outliers[:1])), pad(outlier_weights, (0, 1))
         if wider:
             weights = [pad(weight, (0, wider)) for weight in weights]
         self._ordinary_mask = pad(_ordinary_mask(self._given, outliers), (0, wider))
-        self.weights, self.scales, sums = _quantized_weights(weights, self._ordinary_mask)
+        self._quantize(weights)
         self._blocks = len(self.weights)
-        self._offsets = sums.mul_(-ZERO)
         self._bias, self._outlier_lines = pad(bias.float(), (0, more)), lines([outlier_weights])
+
+    def _quantize(self, weights: Sequence[Tensor]) -> None:
+        """Set the weights as lines, the scales of outputs, and what the sums of integers begin with."""
+        self.weights, self.scales, sums = _quantized_weights(weights, self._ordinary_mask)
+        self.zero_point = 0 if int8_tile() == "signs" else ZERO
+        self._offsets = sums.mul_(-self.zero_point)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Compute the product: x [r, i] -> [r, o]."""
         return self.multiply(*self.levels(x))
 
     def levels(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self._levels(x, None)
+
+    def _levels(self, x: Tensor, sums: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Do what `levels` does. sums: memory for those of groups."""
         assert x.dtype == self._dtype
         assert x.is_cpu
         assert x.shape[1] == self._given
@@ -167,7 +182,7 @@ class CompiledInt8:
         if self._given < self._inputs or x.stride(1) != 1:
             x = recording.compute(lambda: nn.functional.pad(unpadded, (0, self._inputs - self._given)).contiguous())
         rows = x.shape[0]
-        levels = recording.empty(rows, self._inputs, dtype=torch.uint8)
+        levels = recording.empty(rows, self._inputs, dtype=torch.uint8 if self.zero_point else torch.int8)
         steps = recording.empty(rows, 1, dtype=torch.float32)
         outlier_x = recording.empty(rows, len(self._outliers), dtype=self._outlier_dtype)
         items, share = shares(rows, torch.get_num_threads())
@@ -175,24 +190,39 @@ class CompiledInt8:
             0, 0, items, rows, share, x.data_ptr(), x.stride(0) * x.element_size(), x.element_size() == 2,
             self._inputs, self._ordinary_mask.data_ptr(), levels.data_ptr(), self._inputs, steps.data_ptr(),
             self._outliers.data_ptr(), outlier_x.data_ptr(), outlier_x.shape[1] * outlier_x.element_size(),
-            outlier_x.shape[1],
+            outlier_x.shape[1], self.zero_point, 0 if sums is None else sums.data_ptr(),
         )  # fmt: skip
         recording.launch(compiled()[0], arguments, rows * self._inputs, items)
         return levels, steps, outlier_x
 
     def multiply(self, levels: Tensor, steps: Tensor, outlier_x: Tensor) -> Tensor:
+        quads = self._inputs // 4
+        piece = Parts.of(len(levels), self._blocks, quads, kinds=2).piece
+        return self._multiply(compiled()[1], quads, piece, self._offsets, levels, steps, outlier_x)
+
+    def _multiply(
+        self,
+        kernel: CpuKernel,
+        lines: int,
+        piece: int,
+        offsets: Tensor,
+        levels: Tensor,
+        steps: Tensor,
+        outlier_x: Tensor,
+    ) -> Tensor:
+        """Run a kernel that multiplies. lines: of a block of weights, or its groups, of which a thread works on `piece`
+        at a time."""
         rows, columns = levels.shape[0], self.scales.shape[0]
         out = recording.empty(rows, columns, dtype=self._dtype)
-        quads = self._inputs // 4
-        parts = Parts.of(rows, self._blocks, quads, kinds=2)
+        parts = Parts.of(rows, self._blocks, lines, kinds=2)
         sums = parts.scratch()
         arguments = Int8Arguments(
-            *parts.arguments(sums), levels.data_ptr(), levels.stride(0), self.weights.data_ptr(), quads, parts.piece,
-            self._offsets.data_ptr(), self.scales.data_ptr(), steps.data_ptr(), outlier_x.data_ptr(),
+            *parts.arguments(sums), levels.data_ptr(), levels.stride(0), self.weights.data_ptr(), lines, piece,
+            offsets.data_ptr(), self.scales.data_ptr(), steps.data_ptr(), outlier_x.data_ptr(),
             self._outlier_lines.data_ptr(), self._outlier_lines.shape[1], self._bias.data_ptr(), out.data_ptr(),
             columns * out.element_size(), out.element_size() == 2,
         )  # fmt: skip
-        recording.launch(compiled()[1], arguments, rows * columns * self._inputs, parts.items)
+        recording.launch(kernel, arguments, rows * columns * self._inputs, parts.items)
         return out if columns == self._outputs else out[:, : self._outputs]
 
 
@@ -274,7 +304,8 @@ def fault(backend: type[TorchInt8] | type[CompiledInt8], linear: Linear) -> str 
     try:
         with torch.inference_mode():
             made = backend([weight.float()], last, torch.zeros(96), linear)
-            ours = made.multiply(levels.to(torch.uint8), torch.ones(5, 1), torch.zeros(5, 1))
+            stored = (levels - ZERO + made.zero_point).to(torch.uint8 if made.zero_point else torch.int8)
+            ours = made.multiply(stored, torch.ones(5, 1), torch.zeros(5, 1))
     except (RuntimeError, NotImplementedError) as error:
         return f"int8 linear layers fail on this processor: {' '.join(str(error).split())[:100]}"
     exact = (levels - ZERO) @ weight.t()

@@ -3,7 +3,7 @@
 torch hands a plain weight matrix to oneDNN, which copies it into blocks at every call; for a few tokens that copy costs
 as much as the product (benchmarks/LOG.md).
 
-There are two ways. Where the processor has AVX-512, our own kernel serves (kernels/linear.py). Weights are packed once,
+There are two ways. On x86 with AVX2 our own kernel serves (kernels/linear.py). Weights are packed once,
 as *lines* (kernels/simd.py), in the order in which the kernel reads them. Matrix units need no such copy: they read
 rows of bfloat16 as a checkpoint has them, from its memory-mapped file. Elsewhere operators of torch serve, which pack,
 too, and are not documented. ops/select.py compares both ways with a plain product. Where neither serves, the layers
@@ -111,7 +111,9 @@ def _parts(rows: int, blocks: int, lines: int, kinds: int, room: int, threads: i
     most = MATRIX_CHUNK_ROWS if current() == Processor.AMX else CHUNK_ROWS
     chunk, share = max(1, min(rows, most)), max(1, blocks // (4 * threads))
     items, piece = -(-blocks // share) * -(-rows // chunk), lines if rows <= FEW_ROWS else PIECE
-    if on_amd() and rows in SHORT_ROWS:
+    if current() < Processor.AVX512:
+        piece = SHORT_PIECE if rows > 1 else lines  # several rows read each line strip by strip
+    elif on_amd() and rows in SHORT_ROWS:
         piece = SHORT_PIECE
     return Parts(rows, blocks, chunk, share, items, piece, (threads, kinds * chunk + room, COLUMNS))
 

@@ -26,7 +26,7 @@ from dsbd_cli.models.forest_model import HiddenStateTap
 from dsbd_cli.models.load_model import load_model
 from dsbd_cli.models.pair import load_pair
 from dsbd_cli.models.transformers_backend.base import LAST
-from dsbd_cli.models.transformers_backend.patching import Int8Linear
+from dsbd_cli.models.transformers_backend.patching import QuantizedLinear
 from dsbd_cli.models.verdicts import TIMES_ROUNDING
 from tests.helpers.checkpoints import numbers
 from tests.helpers.tiny import V, build
@@ -195,13 +195,13 @@ def test_a_layer_in_int8(family: str, any_size: None, tmp_path: Path) -> None:  
     assert (pair.target_dtype, pair.draft_dtype) == ("int8+bfloat16", "int8+bfloat16")
     head: Any = pair.draft
     kinds = {name: type(module) for name, module in head.module.named_modules()}
-    assert kinds["mtp_fc"] == kinds["model.layers.0.self_attn.o_proj"] == Int8Linear
+    assert kinds["mtp_fc"] == kinds["model.layers.0.self_attn.o_proj"] == QuantizedLinear
     tokens = torch.tensor([[5, 40, 11, 30, 7, 60, 12]])
     said = head.read(tokens)[:, 1:]
     plain: Any = load_pair(
         *open_pair(spec_for(folder, dtype="bfloat16"), spec_for("mtp", "draft", dtype="bfloat16"))
     ).draft
-    assert not any(isinstance(module, Int8Linear) for module in plain.module.modules())
+    assert not any(isinstance(module, QuantizedLinear) for module in plain.module.modules())
     assert 0 < apart(said.float(), plain.read(tokens)[:, 1:].float()) < 0.2
     for rule, beams in (("search", 4), ("coupled", 1)):
         without = answers(engine_of(pair.target, None, rule, beams))

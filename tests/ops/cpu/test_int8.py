@@ -20,11 +20,11 @@ from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
 from dsbd_cli.models.decoder.pack import quantize_decoder
 from dsbd_cli.models.load_model import load_model
 from dsbd_cli.models.pair import load_pair
-from dsbd_cli.models.transformers_backend.patching import Int8Linear, quantize
+from dsbd_cli.models.transformers_backend.patching import QuantizedLinear, quantize
 from dsbd_cli.models.transformers_backend.seq2seq import sample_encoder_input
 from dsbd_cli.ops import select
 from dsbd_cli.ops.cpu.int8 import Int8Product
-from dsbd_cli.ops.select import int8_missing
+from dsbd_cli.ops.select import quantize_missing
 from tests.helpers.checkpoints import numbers, save
 from tests.helpers.kernels import forget, only
 from tests.helpers.pairs import DISTANT
@@ -32,7 +32,7 @@ from tests.helpers.tiny import V
 
 module = sys.modules["dsbd_cli.ops.cpu.int8"]
 
-needs_int8 = pytest.mark.skipif(int8_missing() is not None, reason=f"{int8_missing()}")
+needs_int8 = pytest.mark.skipif(quantize_missing("int8") is not None, reason=f"{quantize_missing('int8')}")
 
 
 class Attention(nn.Module):
@@ -79,7 +79,7 @@ def inputs(rows: int, dtype: torch.dtype = torch.float32, seed: int = 2) -> Tens
 
 def small(model: nn.Module, x: Tensor) -> int:
     """int8 for layers of any size, calibrated with x."""
-    return quantize(model, lambda: model(x), least=1)
+    return quantize(model, lambda: model(x), "int8", least=1)
 
 
 @needs_int8
@@ -97,10 +97,11 @@ def test_the_sums_are_those_of_the_integers_exactly(backend: Any, shape: tuple[i
         assert torch.equal(made.scales[:outputs], torch.ones(outputs))
         levels, steps, few = made.levels(x)
         sums = made.multiply(levels, torch.ones(rows, 1), few)
-    assert levels.min() >= 1  # symmetric: 0 is never used
-    assert torch.equal(levels[:, :inputs].long(), torch.floor(ordinary / steps + 128.5).long())
+    centred = levels[:, :inputs].long() - made.zero_point
+    assert centred.abs().max() == 127  # symmetric: -128 is never used
+    assert torch.equal(centred, torch.floor(ordinary / steps + 128.5).long() - 128)
     assert torch.equal(few, x[:, :1])
-    exact = (levels[:, :inputs].long() - 128) @ weight.t()
+    exact = centred @ weight.t()
     assert exact.abs().max() < 2**24  # float32 holds them
     assert torch.equal(sums.long(), exact)
 
@@ -110,7 +111,7 @@ def test_the_channels_with_the_largest_values_are_kept_as_they_are() -> None:
     model, x = block(), inputs(16)
     exact = model(x)
     small(model, inputs(16, seed=3))
-    assert isinstance(model.left, Int8Linear)
+    assert isinstance(model.left, QuantizedLinear)
     assert set(range(5, 150, 29)) <= set(model.left.product.linear.backend._outliers.tolist())
     error = (model(x) - exact).norm() / exact.norm()
     blind = block()
@@ -124,9 +125,9 @@ def test_layers_that_read_one_tensor_share_its_integers() -> None:
     model = block()
     small(model, inputs(4, seed=3))
     left, right, out = model.left, model.right, model.out
-    assert isinstance(left, Int8Linear)
-    assert isinstance(right, Int8Linear)
-    assert isinstance(out, Int8Linear)
+    assert isinstance(left, QuantizedLinear)
+    assert isinstance(right, QuantizedLinear)
+    assert isinstance(out, QuantizedLinear)
     assert left.product is right.product
     assert left.product.linear.parts == [72, 72]
     assert out.product.linear.parts == [160]
@@ -149,8 +150,8 @@ def test_layers_apart_do_not_share() -> None:
 
     model = Changing(torch.float32, bias=False).requires_grad_(False)
     small(model, inputs(4))
-    assert isinstance(model.left, Int8Linear)
-    assert isinstance(model.right, Int8Linear)
+    assert isinstance(model.left, QuantizedLinear)
+    assert isinstance(model.right, QuantizedLinear)
     assert model.left.product is not model.right.product
 
 
@@ -166,8 +167,8 @@ def test_a_row_of_zeros_gives_the_bias() -> None:
 @needs_int8
 def test_layers_that_calibration_does_not_reach_stay() -> None:
     model = nn.ModuleDict({"used": nn.Linear(64, 64), "idle": nn.Linear(64, 64)}).requires_grad_(False)
-    assert quantize(model, lambda: model["used"](torch.randn(3, 64)), least=1) == 1
-    assert isinstance(model["used"], Int8Linear)
+    assert quantize(model, lambda: model["used"](torch.randn(3, 64)), "int8", least=1) == 1
+    assert isinstance(model["used"], QuantizedLinear)
     assert type(model["idle"]) is nn.Linear
     assert not model["idle"]._forward_pre_hooks
 
@@ -183,11 +184,11 @@ def test_a_backend_that_fails_is_not_said_to_be_torch() -> None:
 @needs_int8
 def test_small_products_stay() -> None:
     model = block()
-    assert quantize(model, lambda: model(inputs(4)), least=2 * 160 * 72) == 2  # the first two are one product
-    assert isinstance(model.left, Int8Linear)
-    assert isinstance(model.right, Int8Linear)
+    assert quantize(model, lambda: model(inputs(4)), "int8", least=2 * 160 * 72) == 2  # the first two are one product
+    assert isinstance(model.left, QuantizedLinear)
+    assert isinstance(model.right, QuantizedLinear)
     assert type(model.out) is nn.Linear
-    assert quantize(block(), lambda: None) == 0
+    assert quantize(block(), lambda: None, "int8") == 0
 
 
 WIDE = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32}
@@ -202,30 +203,42 @@ def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_int8
 @pytest.mark.parametrize("family", ["llama", "qwen2", "opt", "gemma3 window"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_loaded_model_is_close_and_invariant(family: str, dtype: str, any_size: None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_a_loaded_model_is_close_and_invariant(
+    family: str, dtype: str, weights: Any, any_size: None, tmp_path: Path
+) -> None:
     """Guards the whole way from a folder: the logits are the checkpoint's but for rounding, and same-text holds."""
+    if (reason := quantize_missing(weights)) is not None:
+        pytest.skip(reason)
     changes = WIDE if family != "opt" else {"hidden_size": 128, "ffn_dim": 192, "word_embed_proj_dim": 128}
     if "gemma3" not in family:
         changes = {name: size for name, size in changes.items() if name != "head_dim"}
     folder = str(save(tmp_path, family, **changes))
-    spec = ModelSpec(folder, device="cpu", dtype=dtype, quantize="int8")
+    spec = ModelSpec(folder, device="cpu", dtype=dtype, quantize=weights)
     pair = load_pair(Checkpoint.open(spec), None)
-    assert pair.target_dtype == f"int8+{dtype}"
+    assert pair.target_dtype == f"{weights}+{dtype}"
     target: Any = pair.target
     assert isinstance(target, DecoderForestModel) == (family != "opt")
     if family == "opt":
-        assert Int8Linear in {type(layer) for layer in target.module.modules()}
+        layers = target.module.model.decoder.layers
+        rough = [layer for block in layers for layer in (block.self_attn.out_proj, block.fc1, block.fc2)]
+        fine = [layer for block in layers for layer in (block.self_attn.q_proj, block.self_attn.v_proj)]
+        assert {type(layer) for layer in (*rough, *fine)} == {QuantizedLinear}
+        rough, fine = ([layer.product.linear for layer in layers] for layers in (rough, fine))
     else:
-        weights = target.decoder.weights
-        products = [getattr(layer, name) for layer in weights.layers for name in ("qkv", "out", "gate_up", "down")]
-        assert {type(product) for product in (*products, weights.lm_head)} == {Int8Product}
+        decoder = target.decoder.weights
+        rough = [getattr(layer, name) for layer in decoder.layers for name in ("out", "gate_up", "down")]
+        fine = [decoder.lm_head, *(layer.qkv for layer in decoder.layers)]
+        assert {type(product) for product in (*rough, *fine)} == {Int8Product}
+    assert {isinstance(product.backend, select.int4.CompiledInt4) for product in rough} == {weights == "int4"}
+    assert not any(isinstance(product.backend, select.int4.CompiledInt4) for product in fine)
     assert target.invariant
     exact: Any = load_model(Checkpoint.open(ModelSpec(folder, device="cpu", dtype="float32"))).model
     tokens = torch.randint(0, V, (2, 19), generator=torch.Generator().manual_seed(5))
     with torch.inference_mode():
         ours, theirs = target.plain(tokens).float(), exact.plain(tokens)
     error = (ours - theirs).norm() / theirs.norm()
-    assert 1e-5 < error < 0.05
+    assert 1e-5 < error < {"int8": 0.05, "int4": 0.3}[weights]
 
 
 @needs_int8
@@ -254,7 +267,7 @@ def test_an_encoder_decoder_model(any_size: None, tmp_path: Path) -> None:
         Checkpoint.open(ModelSpec(str(folder), device="cpu", dtype="float32", quantize="int8"))
     ).model
     linear = [layer for layer in model.module.modules() if isinstance(layer, nn.Linear)]
-    int8 = [layer for layer in model.module.modules() if isinstance(layer, Int8Linear)]
+    int8 = [layer for layer in model.module.modules() if isinstance(layer, QuantizedLinear)]
     assert not linear
     assert len(int8) == 2 * 6 + 2 * 10 + 1
     assert model.invariant
@@ -281,17 +294,17 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> None:
     for other, said in (({"device_map": "balanced"}, "device_map"), ({"tensor_parallel": 2}, "tensor_parallel")):
         with pytest.raises(UsageError, match=f"quantize is 'int8', but {said} is"):
             ModelSpec("t", quantize="int8", **other)
-    with pytest.raises(UsageError, match="quantize is 'int4', but must be one of int8"):
-        ModelSpec("t", quantize="int4")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="quantize is 'int2', but must be one of int8, int4"):
+        ModelSpec("t", quantize="int2")  # type: ignore[arg-type]
     spec = ModelSpec(str(checkpoint), device="cpu", quantize="int8")
-    monkeypatch.setattr(loader, "int8_missing", lambda: None)  # on any processor
+    monkeypatch.setattr(loader, "quantize_missing", lambda _: None)  # on any processor
     with pytest.raises(UsageError, match=r"quantize is int8, but .* has no linear layer of 100000 weights or more"):
         load_model(Checkpoint.open(spec))
-    monkeypatch.setattr(loader, "int8_missing", lambda: "this build of torch has no int8 linear layers (oneDNN)")
+    monkeypatch.setattr(loader, "quantize_missing", lambda _: "this build of torch has no int8 linear layers (oneDNN)")
     with pytest.raises(UsageError, match="quantize is int8, but this build of torch has no int8 linear layers"):
         load_model(Checkpoint.open(spec))
     # what the command says is looked at first: the other question compiles kernels
-    monkeypatch.setattr(loader, "int8_missing", lambda: pytest.fail("asked though it cannot matter"))
+    monkeypatch.setattr(loader, "quantize_missing", lambda _: pytest.fail("asked though it cannot matter"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     with pytest.raises(UsageError, match=r"but int8 runs on the CPU only: .*--device cpu"):
@@ -302,7 +315,7 @@ def test_a_processor_that_saturates_is_told(monkeypatch: pytest.MonkeyPatch) -> 
     """Guards processors whose 8-bit products stop at 16 bits, and builds without the operators."""
     monkeypatch.setattr(module.TorchInt8, "multiply", lambda *_: torch.full((5, 96), 32767.0))
     with only(monkeypatch, module.TorchInt8, "int8"):
-        assert int8_missing() == "this processor's int8 products are not exact"
+        assert quantize_missing("int8") == "this processor's int8 products are not exact"
         monkeypatch.setattr(torch.ops, "onednn", object())
         forget()
-        assert int8_missing() == "this build of torch has no int8 linear layers (oneDNN)"
+        assert quantize_missing("int8") == "this build of torch has no int8 linear layers (oneDNN)"

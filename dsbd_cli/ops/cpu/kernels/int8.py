@@ -1,8 +1,9 @@
 """The kernels of int8.py in numba: they quantize inputs and weights, and multiply integers and outliers.
 
-A product reads the weights once for up to MOST_ROWS rows, in the tiles of simd.py: lines of four integers per word, and
-lines of the outliers, in float32 or in pairs of bfloat16. With matrix units amx.py has the tiles of integers. Sums of
-integers are exact. So the bits of a row do not depend on the other rows or on the threads.
+A product reads the weights once for a few rows, in the tiles of simd.py: lines of four integers per word, and lines of
+the outliers, in float32 or in pairs of bfloat16. With matrix units amx.py has the tiles of integers. Sums of integers
+are exact, and those of outliers go from the first to the last in float32. So the bits of a row do not depend on the
+other rows, on the threads or on the processor.
 
 Addresses are int64. Nothing checks them here; int8.py does.
 """
@@ -14,7 +15,7 @@ from typing import Any
 from llvmlite import ir
 from numba import njit, types
 
-from dsbd_cli.ops.cpu.int8 import LAYOUT, MULTIPLY, QUANTIZE_ROWS, QUANTIZE_WEIGHTS, SMALLEST, ZERO
+from dsbd_cli.ops.cpu.int8 import GROUP, LAYOUT, MULTIPLY, QUANTIZE_ROWS, QUANTIZE_WEIGHTS, SMALLEST, ZERO
 from dsbd_cli.ops.cpu.int8 import LEVELS as MOST
 from dsbd_cli.ops.cpu.kernels.amx import matrix_tile
 from dsbd_cli.ops.cpu.kernels.compiler import KernelCompiler
@@ -60,21 +61,21 @@ from dsbd_cli.ops.cpu.kernels.simd import (
     total,
 )
 from dsbd_cli.ops.cpu.runtime import PRODUCT
-from dsbd_cli.ops.processor import Processor, bfloat16_tile, current
+from dsbd_cli.ops.processor import int8_tile
 
 compiled = KernelCompiler("int8 layers", seconds=3, layout=LAYOUT)
 
 # `at` is the address of an int8.QuantizeRowArguments, Int8Arguments or QuantizeWeightArguments, whose fields have these
 # offsets.
 (R_TAKEN, _, R_ITEMS, R_ROWS, R_SHARE, R_X, R_X_ROW, R_NARROW, R_INPUTS, R_KEPT, R_LEVELS, R_LEVELS_ROW, R_STEPS,
- R_OUTLIERS, R_OUTLIER_X, R_OUTLIER_ROW, R_OUTLIER_COUNT) = QUANTIZE_ROWS  # fmt: skip
+ R_OUTLIERS, R_OUTLIER_X, R_OUTLIER_ROW, R_OUTLIER_COUNT, R_ZERO, R_SUMS) = QUANTIZE_ROWS  # fmt: skip
 (LEVELS, LEVELS_ROW, WEIGHTS, QUADS, PIECE, OFFSETS, SCALES, STEPS, OUTLIER_X, OUTLIER_WEIGHTS, OUTLIER_WORDS, BIAS,
  OUT, OUT_ROW, NARROW) = MULTIPLY[len(PRODUCT) :]  # fmt: skip
 (W_TAKEN, W_THREADS, W_ITEMS, W_ROWS, W_INPUTS, W_NARROW, W_KEPT, W_SCALES, W_SUMS, W_OUT, W_SPARE,
  W_SPARE_BYTES) = QUANTIZE_WEIGHTS  # fmt: skip
-PAIRS = bfloat16_tile() == "bfloat16"  # outliers of bfloat16 stay what they are, and are multiplied in pairs
-whole_tile, float_tile = matrix_tile("int8") if current() == Processor.AMX else tile("int8"), tile("float32")
-pair_tile = tile("bfloat16") if PAIRS else float_tile
+whole_tile = matrix_tile("int8") if int8_tile() == "amx" else tile(int8_tile() or "signs")
+# outliers of bfloat16 lie in pairs, and are widened, which gives the same bits on all processors
+float_tile, pair_tile = tile("float32"), tile("widened")
 
 
 @operation(LANES_TYPE, types.int64)
@@ -91,9 +92,15 @@ def magnitude(builder: Any, value: Any) -> Any:
 
 @operation(types.void, types.int64, LANES_TYPE)
 def store_bytes(builder: Any, address: Any, value: Any) -> Any:
-    """Store the whole parts of numbers in 0 .. 255, or whole numbers in -127 .. 127, as bytes."""
+    """Store whole numbers in -127 .. 255 as bytes."""
     kind = ir.VectorType(ir.IntType(8), LANES)
     builder.store(builder.trunc(builder.fptosi(value, WHOLES), kind), pointer(builder, address, kind), align=1)
+
+
+@operation(LANES_TYPE, LANES_TYPE)
+def whole_part(builder: Any, value: Any) -> Any:
+    """Return positive numbers without their fractions."""
+    return builder.sitofp(builder.fptosi(value, WHOLES), VECTOR)
 
 
 @compiled.addressed
@@ -101,7 +108,7 @@ def quantize_rows(at):
     """Quantize rows, and write their outliers. Zeros must fill up the inputs to a multiple of LANES."""
     inputs, narrow = get_i64(at + R_INPUTS), get_i64(at + R_NARROW)
     kept, unit = get_i64(at + R_KEPT), types.int64(2) if narrow else types.int64(WORD)
-    half = splat(types.float32(ZERO + 0.5))
+    half, zero = splat(types.float32(ZERO + 0.5)), splat(types.float32(ZERO - get_i64(at + R_ZERO)))
     while True:
         item = take(at + R_TAKEN)
         if item >= get_i64(at + R_ITEMS):
@@ -121,18 +128,38 @@ def quantize_rows(at):
             step += total(nan_sum)
             put_f32(get_i64(at + R_STEPS) + row * WORD, step)
             levels, wide = get_i64(at + R_LEVELS) + row * get_i64(at + R_LEVELS_ROW), splat(step)
+            sums, summed = get_i64(at + R_SUMS), splat(types.float32(0))
             i = types.int64(0)
             while i < inputs:
                 value = load_bf16(x + i * unit) if narrow else load_f32(x + i * unit)
-                store_bytes(levels + i, add(divide(mul(value, load_f32(kept + i * WORD)), wide), half))
+                level = whole_part(add(divide(mul(value, load_f32(kept + i * WORD)), wide), half))
+                store_bytes(levels + i, sub(level, zero))
                 i += LANES
+                if sums != 0:
+                    summed = add(summed, level)
+                    if i % GROUP == 0:
+                        group = row * (inputs // GROUP) + i // GROUP - 1
+                        put_f32(sums + group * WORD, total(summed) - types.float32(GROUP * ZERO))
+                        summed = splat(types.float32(0))
             outlier_x = get_i64(at + R_OUTLIER_X) + row * get_i64(at + R_OUTLIER_ROW)
             for j in range(get_i64(at + R_OUTLIER_COUNT)):
                 address = x + get_i64(get_i64(at + R_OUTLIERS) + j * 8) * unit
-                if PAIRS and narrow:
+                if narrow:
                     put_bf16(outlier_x + j * unit, get_bf16(address))
                 else:
-                    put_f32(outlier_x + j * WORD, get_bf16(address) if narrow else get_f32(address))
+                    put_f32(outlier_x + j * WORD, get_f32(address))
+
+
+@njit(error_model="numpy")
+def add_up_outliers(at, block, first, count, words, outlier_sums):
+    for r in range(count):
+        clear_line(outlier_sums + r * LINE)
+    x, x_row = get_i64(at + OUTLIER_X) + first * words * WORD, words * WORD
+    weights = get_i64(at + OUTLIER_WEIGHTS) + block * words * LINE
+    if get_i64(at + NARROW):
+        pair_tile(count, x, x_row, weights, words, outlier_sums)
+    else:
+        float_tile(count, x, x_row, weights, words, outlier_sums)
 
 
 @njit(error_model="numpy")
@@ -140,7 +167,6 @@ def add_up(at, block, first, count, quads, words, sums, outlier_sums):
     """Compute the sums [count, COLUMNS] of integers, and in `outlier_sums` those of outliers."""
     for r in range(count):
         copy_line(get_i64(at + OFFSETS) + block * LINE, sums + r * LINE)
-        clear_line(outlier_sums + r * LINE)
     x, x_row = get_i64(at + LEVELS) + first * get_i64(at + LEVELS_ROW), get_i64(at + LEVELS_ROW)
     weights = get_i64(at + WEIGHTS) + block * quads * LINE
     done = types.int64(0)
@@ -148,29 +174,32 @@ def add_up(at, block, first, count, quads, words, sums, outlier_sums):
         steps = min(get_i64(at + PIECE), quads - done)
         whole_tile(count, x + done * WORD, x_row, weights + done * LINE, steps, sums)
         done += steps
-    x, x_row = get_i64(at + OUTLIER_X) + first * words * WORD, words * WORD
-    weights = get_i64(at + OUTLIER_WEIGHTS) + block * words * LINE
-    if PAIRS and get_i64(at + NARROW):
-        pair_tile(count, x, x_row, weights, words, outlier_sums)
-    else:
-        float_tile(count, x, x_row, weights, words, outlier_sums)
+    add_up_outliers(at, block, first, count, words, outlier_sums)
 
 
-@njit(error_model="numpy")
-def finish(at, block, first, count, sums, outlier_sums):
-    narrow = get_i64(at + NARROW)
-    scales, bias = get_i64(at + SCALES) + block * LINE, get_i64(at + BIAS) + block * LINE
-    for r in range(count):
-        step = splat(get_f32(get_i64(at + STEPS) + (first + r) * WORD))
-        out = get_i64(at + OUT) + (first + r) * get_i64(at + OUT_ROW) + block * COLUMNS * (2 if narrow else WORD)
-        for v in range(LINE_VECTORS):
-            offset = v * LANES * WORD
-            whole = mul(mul(load_whole(sums + r * LINE + offset), load_f32(scales + offset)), step)
-            value = add(whole, add(load_f32(outlier_sums + r * LINE + offset), load_f32(bias + offset)))
-            if narrow:
-                store_bf16(out + v * LANES * 2, value)
-            else:
-                store_f32(out + offset, value)
+def finishing(load):
+    """Return a function of numba that stores results. load: loads sums as float32."""
+
+    @njit(error_model="numpy")
+    def finish(at, block, first, count, sums, outlier_sums):
+        narrow = get_i64(at + NARROW)
+        scales, bias = get_i64(at + SCALES) + block * LINE, get_i64(at + BIAS) + block * LINE
+        for r in range(count):
+            step = splat(get_f32(get_i64(at + STEPS) + (first + r) * WORD))
+            out = get_i64(at + OUT) + (first + r) * get_i64(at + OUT_ROW) + block * COLUMNS * (2 if narrow else WORD)
+            for v in range(LINE_VECTORS):
+                offset = v * LANES * WORD
+                value = mul(mul(load(sums + r * LINE + offset), load_f32(scales + offset)), step)
+                value = add(value, add(load_f32(outlier_sums + r * LINE + offset), load_f32(bias + offset)))
+                if narrow:
+                    store_bf16(out + v * LANES * 2, value)
+                else:
+                    store_f32(out + offset, value)
+
+    return finish
+
+
+finish = finishing(load_whole)
 
 
 @njit(error_model="numpy")

@@ -17,9 +17,10 @@ from numba.extending import intrinsic, models, register_model
 
 from dsbd_cli.ops.cpu.runtime import PRODUCT
 from dsbd_cli.ops.memory import CACHE_LINE
-from dsbd_cli.ops.processor import on_amd
+from dsbd_cli.ops.processor import Processor, current, on_amd
 
 LANES = 16
+WIDE = current() >= Processor.AVX512  # 32 registers of LANES numbers; otherwise 16 of half as many
 
 F32, I32, I16, I64, I8 = ir.FloatType(), ir.IntType(32), ir.IntType(16), ir.IntType(64), ir.IntType(8)
 VECTOR, WHOLES, HALVES = (ir.VectorType(kind, LANES) for kind in (F32, I32, I16))
@@ -53,6 +54,9 @@ def operation(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], An
 
     def made(build: Callable[..., Any]) -> Any:
         def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            # LLVM turns the sum of two integers into an offset from a pointer, which may be the smaller one, such as 0.
+            # numba optimizes a kernel's functions twice, and the second time LLVM drops stores to offsets from null.
+            set.add(builder.function.attributes, "null_pointer_is_valid")  # llvmlite does not know it
             value = build(builder, *values)
             return context.get_dummy_value() if value is None else value
 
@@ -320,32 +324,80 @@ INSTRUCTIONS = {
     "float32": f"llvm.fma.v{LANES}f32",
     "bfloat16": f"llvm.x86.avx512bf16.dpbf16ps.{LANES * 32}",  # pairs; needs AVX-512 BF16
     "widened": f"llvm.fma.v{LANES}f32",  # pairs of bfloat16, each widened first
-    "int8": f"llvm.x86.avx512.vpdpbusd.{LANES * 32}",  # four unsigned ones with four signed ones; needs AVX-512 VNNI
+    "dpbusd": "llvm.x86.avx512.vpdpbusd.512",  # four unsigned ones with four signed ones
+    "half_dpbusd": "llvm.x86.avx512.vpdpbusd.256",  # the same for half of the lanes
+    "signs": "",  # the same of signed ones, by three instructions of AVX2
 }
-TILE_ROWS = {kind: 5 if kind == "widened" else MOST_ROWS for kind in INSTRUCTIONS}  # widened ones take more registers
+# Rows of x that a tile multiplies at once; widened ones and signs take more registers.
+TILE_ROWS = dict.fromkeys(INSTRUCTIONS, MOST_ROWS) | ({"widened": 5} if WIDE else {"widened": 4, "signs": 4})
 
 
-def _tile(kind: str, rows: int, *, prefetches: bool = False) -> Any:
+def _columns(kind: str, rows: int) -> int:
+    """Return how many columns of a line a tile of so many rows works on: as many as the registers have room for."""
+    if WIDE or rows == 1 or (kind == "float32" and rows == 2):
+        return COLUMNS
+    return 2 * LANES if rows <= (2 if kind == "widened" else 3) else LANES
+
+
+def halves(builder: Any, value: Any) -> list[Any]:
+    """Return the two halves of LANES words, as vectors of words."""
+    half = LANES // 2
+    orders = (ir.Constant(ir.VectorType(I32, half), [*range(first, first + half)]) for first in (0, half))
+    return [builder.shuffle_vector(value, value, order) for order in orders]
+
+
+def called(builder: Any, name: str, result: Any, *values: Any) -> Any:
+    kind = ir.FunctionType(result, [value.type for value in values])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), values)
+
+
+def _add_signed(builder: Any, sums: Any, x: Any, weights: Any) -> Any:
+    """Add the products of four signed bytes in each word to int32 sums. None is -128, so two of the products fit into
+    16 bits: |w| * (x with the sign of w)."""
+    byte, short = ir.VectorType(I8, 2 * LANES), ir.VectorType(I16, LANES)
+    x, weights = builder.bitcast(x, byte), builder.bitcast(weights, byte)
+    size = called(builder, f"llvm.abs.v{2 * LANES}i8", byte, weights, ir.Constant(ir.IntType(1), 0))
+    signed = called(builder, "llvm.x86.avx2.psign.b", byte, x, weights)
+    pairs = called(builder, "llvm.x86.avx2.pmadd.ub.sw", short, size, signed)
+    ones = ir.Constant(short, [1] * LANES)
+    return builder.add(sums, called(builder, "llvm.x86.avx2.pmadd.wd", sums.type, pairs, ones))
+
+
+def _multiplied(builder: Any, kind: str, sums: Any, x: Any, weights: Any) -> Any:
+    """Return LANES sums plus the products of the words of x and of the weights."""
+    if kind in ("float32", "widened"):
+        return called(builder, INSTRUCTIONS[kind], VECTOR, x, weights, sums)
+    if kind in ("bfloat16", "dpbusd"):
+        return called(builder, INSTRUCTIONS[kind], sums.type, sums, x, weights)
+    parts = []
+    for part, of_x, side in zip(*(halves(builder, value) for value in (sums, x, weights)), strict=True):
+        if kind == "signs":
+            parts.append(_add_signed(builder, part, of_x, side))
+        else:
+            parts.append(called(builder, INSTRUCTIONS[kind], part.type, part, of_x, side))
+    return builder.shuffle_vector(*parts, ir.Constant(WHOLES, [*range(LANES)]))
+
+
+def _tile(kind: str, rows: int, ahead: int = 0) -> Any:
     """Return an operation that adds the products of rows of x, `x_row` bytes apart, with `steps` lines of weights to
-    sums [rows, COLUMNS], float32 or int32.
+    sums [rows, COLUMNS], float32 or int32, in the first `_columns(kind, rows)` of them.
 
-    prefetches: it takes one address more, and prefetches half as many bytes from there on into the second cache.
+    ahead: it takes one address more, and prefetches so many bytes a step from there on into the second cache.
     """
+    vectors = _columns(kind, rows) // LANES
     floats = kind in ("float32", "widened")  # the factors are float32
-    sum_kind, factor = WHOLES if kind == "int8" else VECTOR, VECTOR if floats else WHOLES
+    sum_kind = VECTOR if floats or kind == "bfloat16" else WHOLES
     read_kind, single = (VECTOR, F32) if kind == "float32" else (WHOLES, I32)
 
     def split(builder: Any, read: Any) -> list[Any]:
         """Return the factors in a word of each lane, which are multiplied one after another."""
         if kind != "widened":
             return [read]
-        halves = builder.shl(read, _whole(16)), builder.and_(read, _whole(-65536))
-        return [builder.bitcast(half, VECTOR) for half in halves]
+        pair = builder.shl(read, _whole(16)), builder.and_(read, _whole(-65536))
+        return [builder.bitcast(number, VECTOR) for number in pair]
 
     def build(builder: Any, x: Any, x_row: Any, weights: Any, steps: Any, sums: Any, later: Any = None) -> None:
-        kinds = [factor, factor, sum_kind] if floats else [sum_kind, factor, factor]
-        multiply = cgutils.get_or_insert_function(builder.module, ir.FunctionType(sum_kind, kinds), INSTRUCTIONS[kind])
-        places = [[_plus(builder, sums, r * LINE + v * LANES * WORD) for v in range(LINE_VECTORS)] for r in range(rows)]
+        places = [[_plus(builder, sums, r * LINE + v * LANES * WORD) for v in range(vectors)] for r in range(rows)]
         starts = [builder.add(x, builder.mul(x_row, ir.Constant(I64, r))) for r in range(rows)]
         before = [[loaded(builder, address, sum_kind, WORD) for address in row] for row in places]
         entry, loop = builder.basic_block, builder.append_basic_block("step")
@@ -353,28 +405,26 @@ def _tile(kind: str, rows: int, *, prefetches: bool = False) -> Any:
         builder.branch(loop)
         builder.position_at_end(loop)
         step = builder.phi(I64)
-        running = [[builder.phi(sum_kind) for _ in row] for row in places]
+        sums_so_far = [[builder.phi(sum_kind) for _ in row] for row in places]
         line = builder.add(weights, builder.mul(step, ir.Constant(I64, LINE)))
         for distance in range(AHEAD, AHEAD + LINE, CACHE_LINE) if AHEAD else ():
             prefetch(builder, _plus(builder, line, distance))
-        if prefetches:
-            half = builder.add(later, builder.mul(step, ir.Constant(I64, LINE // 2)))
-            for distance in range(0, LINE // 2, CACHE_LINE):
-                prefetch(builder, _plus(builder, half, distance), cache=2)
+        if ahead:
+            later = builder.add(later, builder.mul(step, ir.Constant(I64, ahead)))
+            for distance in range(0, ahead, CACHE_LINE):
+                prefetch(builder, _plus(builder, later, distance), cache=2)
+        align = LANES * WORD
         side = [
-            split(builder, loaded(builder, _plus(builder, line, v * LANES * WORD), read_kind, LANES * WORD))
-            for v in range(LINE_VECTORS)
+            split(builder, loaded(builder, _plus(builder, line, v * align), read_kind, align)) for v in range(vectors)
         ]
         offset = builder.mul(step, ir.Constant(I64, WORD))
         after = []
-        for start, row in zip(starts, running, strict=True):
-            ones = split(builder, splatted(builder, loaded(builder, builder.add(start, offset), single, 1), read_kind))
+        for start, row in zip(starts, sums_so_far, strict=True):
+            words = split(builder, splatted(builder, loaded(builder, builder.add(start, offset), single, 1), read_kind))
             row_sums: list[Any] = list(row)
-            for half, x_half in enumerate(ones):
+            for half, word in enumerate(words):
                 for v, parts in enumerate(side):
-                    part = parts[half]
-                    triple = (x_half, part, row_sums[v]) if floats else (row_sums[v], x_half, part)
-                    row_sums[v] = builder.call(multiply, triple)
+                    row_sums[v] = _multiplied(builder, kind, row_sums[v], word, parts[half])
             after.append(row_sums)
         following = _plus(builder, step, 1)
         builder.cbranch(builder.icmp_signed("<", following, steps), loop, done)
@@ -382,12 +432,12 @@ def _tile(kind: str, rows: int, *, prefetches: bool = False) -> Any:
         step.add_incoming(following, loop)
         builder.position_at_end(done)
         for r in range(rows):
-            for v in range(LINE_VECTORS):
-                running[r][v].add_incoming(before[r][v], entry)
-                running[r][v].add_incoming(after[r][v], loop)
+            for v in range(vectors):
+                sums_so_far[r][v].add_incoming(before[r][v], entry)
+                sums_so_far[r][v].add_incoming(after[r][v], loop)
                 builder.store(after[r][v], pointer(builder, places[r][v], sum_kind), align=WORD)
 
-    return operation(types.void, *(types.int64,) * (6 if prefetches else 5))(build)
+    return operation(types.void, *(types.int64,) * (6 if ahead else 5))(build)
 
 
 def prefetch(builder: Any, address: Any, cache: int = 1) -> None:
@@ -412,7 +462,7 @@ def tile(kind: str) -> Callable[..., Any]:
     half of the lines that come next: the same number, right behind these. Measured on AMD's processors alone.
     """
     most, group_of_rows = TILE_ROWS[kind], _group(kind)
-    last_groups = _prefetching_group(kind) if on_amd() else group_of_rows
+    last_groups = _prefetching_group(kind) if on_amd() and WIDE else group_of_rows
 
     def add_up(count, x, x_row, weights, steps, sums):  # type: ignore[no-untyped-def]
         groups = (count + most - 1) // most
@@ -429,9 +479,23 @@ def tile(kind: str) -> Callable[..., Any]:
     return made
 
 
+def _strips(kind: str, rows: int) -> Any:
+    """Return what multiplies so many rows by whole lines: an operation, or one for each strip of columns in turn."""
+    width = _columns(kind, rows) * WORD
+    if width == LINE:
+        return _tile(kind, rows)
+    multiply = _tile(kind, rows, ahead=width)
+
+    def strips(x, x_row, weights, steps, sums):  # type: ignore[no-untyped-def]
+        for strip in range(0, LINE, width):  # each prefetches its share of the lines that come next
+            multiply(x, x_row, weights + strip, steps, sums + strip, weights + (LINE + strip) * steps)
+
+    return njit(error_model="numpy")(strips)
+
+
 def _group(kind: str) -> Callable[..., Any]:
     """Return a function of numba that multiplies 1 to MOST_ROWS rows."""
-    one, two, three, four, five, six = (_tile(kind, rows) for rows in range(1, MOST_ROWS + 1))
+    one, two, three, four, five, six = (_strips(kind, rows) for rows in range(1, MOST_ROWS + 1))
 
     def multiply(rows, x, x_row, weights, steps, sums, _later):  # type: ignore[no-untyped-def]
         if rows == 6:
@@ -454,7 +518,7 @@ def _group(kind: str) -> Callable[..., Any]:
 def _prefetching_group(kind: str) -> Callable[..., Any]:
     """Return a function of numba that multiplies 3 to MOST_ROWS rows, as each of several groups has, and prefetches
     half as many bytes from `later` on."""
-    three, four, five, six = (_tile(kind, rows, prefetches=True) for rows in range(3, MOST_ROWS + 1))
+    three, four, five, six = (_tile(kind, rows, ahead=LINE // 2) for rows in range(3, MOST_ROWS + 1))
 
     def multiply(rows, x, x_row, weights, steps, sums, later):  # type: ignore[no-untyped-def]
         if rows == 6:

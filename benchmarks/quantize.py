@@ -1,12 +1,12 @@
-"""`--quantize int8` beside the checkpoint's own weights: error of the log-probabilities, and tokens/s.
+"""`--quantize int8` and `int4` beside the checkpoint's own weights: error of the log-probabilities, and tokens/s.
 
-    python -m benchmarks.int8 error --target models/qwen2.5-coder-0.5b-instruct
-    python -m benchmarks.int8 decode --target models/qwen2.5-coder-1.5b-instruct --ctranslate2
+    python -m benchmarks.quantize error --target models/qwen2.5-coder-0.5b-instruct
+    python -m benchmarks.quantize decode --target models/qwen2.5-coder-1.5b-instruct --ctranslate2
 
-error: KL divergence from float32 and agreement of the most probable token, of bfloat16 and of int8 beside bfloat16.
+error: KL divergence from float32 and agreement of the most probable token, of bfloat16, int8 and int4 beside bfloat16.
 decode: tokens/s of the best answer, one chat prompt at a time, beam search without a draft; every prompt is answered by
 all in turn, and the time of its own forward counts. The results are written after every prompt; `--seconds` ends it.
-One that runs SQL tasks: `dsbd bench --task sql` with and without `--quantize int8`.
+One that runs SQL tasks: `dsbd bench --task sql` with and without `--quantize int8` or `int4`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from benchmarks.common import markdown_table, results_folder, write_results
 from benchmarks.instruct_prompts import prompts
 from benchmarks.peers.engines import CTranslateConfig, CTranslatePeer
 from dsbd_cli import Engine, MethodConfig, Request, SamplingConfig
-from dsbd_cli.config.model import ModelSpec
+from dsbd_cli.config.model import QUANTIZE, ModelSpec
 from dsbd_cli.lab.peers.config import PeerConfig
 from dsbd_cli.lab.peers.transformers_generate import TransformersPeer
 from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
@@ -59,7 +59,7 @@ def logprobs(target: str, dtype: str, quantize: Any, tokens: int) -> Tensor:
 def error(target: str, tokens: int) -> None:
     """KL in nats per place: mean, 99th percentile; share of places with the same most probable token."""
     exact = logprobs(target, "float32", None, tokens)
-    for name, quantize in (("bfloat16", None), ("int8+bfloat16", "int8")):
+    for name, quantize in (("bfloat16", None), ("int8+bfloat16", "int8"), ("int4+bfloat16", "int4")):
         approximate = logprobs(target, "bfloat16", quantize, tokens)
         divergence = (exact.exp() * (exact - approximate)).sum(-1)
         top = exact.argmax(-1, keepdim=True)
@@ -94,10 +94,10 @@ def answering(options: argparse.Namespace) -> tuple[dict[str, Answering], Any]:
     sampling, beams = SamplingConfig(max_new_tokens=options.max_new_tokens), options.num_beams
     kind = "beam-search" if beams > 1 else "greedy"
     plain, codec, _ = load_model(Checkpoint.open(ModelSpec(options.target, device="cpu", dtype="bfloat16")))
-    quantized = load_model(
-        Checkpoint.open(ModelSpec(options.target, device="cpu", dtype="bfloat16", quantize="int8"))
-    ).model
-    answers = {"bfloat16": ours(plain, codec, sampling, beams), "int8": ours(quantized, codec, sampling, beams)}
+    answers = {"bfloat16": ours(plain, codec, sampling, beams)}
+    for quantize in QUANTIZE:
+        spec = ModelSpec(options.target, device="cpu", dtype="bfloat16", quantize=quantize)
+        answers[quantize] = ours(load_model(Checkpoint.open(spec)).model, codec, sampling, beams)
     peers: dict[str, Any] = {}
     if options.transformers:
         config = PeerConfig(kind, beams)
@@ -132,7 +132,7 @@ def decode(options: argparse.Namespace) -> None:
                 f"{Path(options.target).name}, W = {options.num_beams}, one chat prompt at a time, {number} prompts, "
             )
             about += f"{options.max_new_tokens} new tokens at most, {torch.get_num_threads()} threads, no draft"
-            write_results(folder, runs, f"# int8 beside bfloat16\n\n{about}.\n\n{table}")
+            write_results(folder, runs, f"# int8 and int4 beside bfloat16\n\n{about}.\n\n{table}")
             print(f"{number} of {options.prompts} prompts", flush=True)
         if options.seconds is not None and time.monotonic() - began > options.seconds:
             break
@@ -166,7 +166,7 @@ def main() -> None:
     parser.add_argument("--transformers", action="store_true", help="compare with it: a second copy of the weights")
     parser.add_argument("--ctranslate2", action="store_true", help="compare with its int8; it must be installed")
     parser.add_argument("--seconds", type=float, help="ends after the prompt that is under way")
-    parser.add_argument("--name", default="int8-decode", help="of the folder of results")
+    parser.add_argument("--name", default="quantize-decode", help="of the folder of results")
     options = parser.parse_args()
     if options.what == "error":
         error(options.target, options.tokens)

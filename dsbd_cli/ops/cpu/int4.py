@@ -1,0 +1,88 @@
+"""Linear layers in four bits on the CPU: half the bytes of int8, and a little more.
+
+GROUP inputs of an output share a scale and an offset: a weight is scale * level + offset, with a level of 0 .. 15.
+Inputs are quantized as int8.py does, and the same few channels are multiplied as they are.
+
+Letters: r rows (tokens), i input channels, o output channels, g groups of inputs, k outlier channels.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dsbd_cli.ops import recording
+from dsbd_cli.ops.cpu import int8
+from dsbd_cli.ops.cpu.int8 import GROUP, QuantizeWeightArguments
+from dsbd_cli.ops.cpu.linear import COLUMNS, row_addresses
+from dsbd_cli.ops.cpu.runtime import CpuKernel, kernels
+from dsbd_cli.ops.memory import allocate_weights
+from dsbd_cli.ops.processor import Processor, current
+
+MOST_LEVEL = 15
+GROUP_BYTES = COLUMNS * GROUP // 2 + 2 * COLUMNS * 2  # levels, scales and offsets in float16
+SHRINKS = (1.0, 0.97, 0.94, 0.9, 0.86, 0.82)  # parts of a group's range that are tried
+FEW_ROWS, PIECE = 4, 16  # for more rows than these a thread works on PIECE groups at a time, which its cache holds
+
+
+class CompiledInt4(int8.CompiledInt8):
+    """Weights and products by kernels/int4.py. weights: [blocks, g, GROUP_BYTES] uint8. scales: [o] float32, the factor
+    of an output's scales and offsets."""
+
+    inputs_step = GROUP
+    zero_point = 0
+
+    def _quantize(self, weights: Sequence[Tensor]) -> None:
+        rows, owners = row_addresses(weights)
+        owners.append(torch.zeros_like(weights[0][0]).contiguous())
+        rows[sum(map(len, weights)) :] = owners[-1].data_ptr()
+        inputs, count, threads = weights[0].shape[1], len(rows), torch.get_num_threads()
+        self._groups = inputs // GROUP
+        made = allocate_weights(count // COLUMNS * self._groups * GROUP_BYTES).view(-1, self._groups, GROUP_BYTES)
+        self.scales = torch.empty(count)
+        line = COLUMNS * 4  # bytes; a tile and its ranges take some, scales and offsets two a group, weights the others
+        lines = GROUP + 2 * self._groups + inputs * weights[0].element_size() // 4
+        spare = torch.empty(threads, lines * line, dtype=torch.uint8)
+        arguments = QuantizeWeightArguments(
+            0, 0, len(made), rows.data_ptr(), inputs, weights[0].element_size() == 2, self._ordinary_mask.data_ptr(),
+            self.scales.data_ptr(), 0, made.data_ptr(), spare.data_ptr(), spare.stride(0),
+        )  # fmt: skip
+        compiled()[1](arguments, count * inputs * 8, len(made))
+        del owners
+        self.weights = made
+
+    def levels(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]  # sums, too
+        """Do what int8 does, and return the sums of integers [r, g] float32 of each group, too."""
+        sums = recording.empty(len(x), self._groups, dtype=torch.float32)
+        return *self._levels(x, sums), sums
+
+    def multiply(  # type: ignore[override]  # the results of `levels`
+        self, levels: Tensor, steps: Tensor, outlier_x: Tensor, sums: Tensor
+    ) -> Tensor:
+        rows = len(levels)
+        narrow = current() < Processor.AVX512 and rows > 1  # it reads groups strip by strip
+        piece = PIECE if narrow or rows > FEW_ROWS else self._groups
+        return self._multiply(compiled()[0], self._groups, piece, sums, levels, steps, outlier_x)
+
+
+def fault(backend: type[CompiledInt4], linear: int8.Linear) -> str | None:
+    """Return what is wrong with the products of a backend, of 1 to 9 rows; None where they are near those of the
+    weights, and each row has its bits alone."""
+    generator = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(rows, 128, generator=generator) for rows in (96, 9))
+    x[:, 0] = 0  # the outlier
+    with torch.inference_mode():
+        product = backend([weight], torch.tensor([0]), torch.zeros(96), linear)
+        alone, exact = torch.cat([product(row) for row in x.split(1)]), x @ weight.t()
+        same = all(torch.equal(product(x[:rows]), alone[:rows]) for rows in range(2, 10))
+    error = float((alone - exact).norm() / exact.norm())
+    return None if same and error < 0.15 else f"this processor's int4 products are off by {error:.2g}"
+
+
+@functools.cache
+def compiled() -> list[CpuKernel]:
+    """Return the kernels, made at the first call."""
+    return kernels("int4", "multiply", "quantize_weights")

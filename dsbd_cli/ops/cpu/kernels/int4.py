@@ -1,0 +1,421 @@
+"""The kernels of int4.py in numba: they make groups of four-bit weights, and multiply them.
+
+A block of COLUMNS outputs is stored group by group. A group of GROUP inputs has four lines of words. A word of line l
+holds the inputs 8 l .. 8 l + 7 of its column: the first four in the lower halves of its bytes, the others in the upper
+halves. Scales and offsets of the columns follow, in float16.
+
+A product multiplies levels by the integers of x, exactly. Then it adds scale * sum and offset * (sum of x) to a float32
+sum, group by group from the first to the last. So the bits of a row do not depend on the other rows, on the threads or
+on the processor.
+
+Addresses are int64. Nothing checks them here; int4.py does.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from llvmlite import ir
+from numba import njit, types
+
+from dsbd_cli.ops.cpu.int4 import GROUP_BYTES, MOST_LEVEL, SHRINKS
+from dsbd_cli.ops.cpu.int8 import GROUP, LAYOUT, SMALLEST
+from dsbd_cli.ops.cpu.kernels.compiler import KernelCompiler
+from dsbd_cli.ops.cpu.kernels.int8 import (
+    LEVELS,
+    LEVELS_ROW,
+    OFFSETS,
+    OUTLIER_WORDS,
+    PIECE,
+    QUADS,
+    W_INPUTS,
+    W_ITEMS,
+    W_KEPT,
+    W_NARROW,
+    W_OUT,
+    W_ROWS,
+    W_SCALES,
+    W_SPARE,
+    W_SPARE_BYTES,
+    W_TAKEN,
+    W_THREADS,
+    WEIGHTS,
+    add_up_outliers,
+    finishing,
+    magnitude,
+)
+from dsbd_cli.ops.cpu.kernels.simd import (
+    AHEAD,
+    CHUNK,
+    COLUMNS,
+    F32,
+    I32,
+    I64,
+    INSTRUCTIONS,
+    LANES,
+    LANES_TYPE,
+    LINE,
+    ROUND,
+    VECTOR,
+    WHOLES,
+    WIDE,
+    WORD,
+    add,
+    called,
+    clear_line,
+    divide,
+    fma,
+    get_f32,
+    get_i64,
+    halves,
+    larger,
+    load_f32,
+    loaded,
+    mul,
+    operation,
+    pack_lines,
+    pointer,
+    prefetch,
+    product,
+    smaller,
+    splat,
+    splatted,
+    store_f32,
+    sub,
+    take,
+)
+from dsbd_cli.ops.memory import CACHE_LINE
+from dsbd_cli.ops.processor import int8_tile
+
+compiled = KernelCompiler("int4 layers", seconds=3, layout=LAYOUT)
+
+LINES = GROUP // 8  # of a group
+SCALES_AT, OFFSETS_AT = LINES * LINE, LINES * LINE + 2 * COLUMNS
+MOST_ROWS = 4  # of a tile
+HALVES, VECTOR_BYTES = ir.VectorType(ir.HalfType(), LANES), LANES * WORD
+BYTES, SHORTS = ir.VectorType(ir.IntType(8), 2 * LANES), ir.VectorType(ir.IntType(16), LANES)
+KIND = "dpbusd" if int8_tile() == "amx" else int8_tile() or "signs"
+
+
+def _plus(builder: Any, address: Any, distance: int) -> Any:
+    return builder.add(address, ir.Constant(I64, distance))
+
+
+class _Sums:
+    """Sums of LANES products of levels with x: int32, or with AVX2 alone int16, which a group cannot overflow:
+    GROUP / 4 * (2 * 15 * 127) = 30,480."""
+
+    def __init__(self, builder: Any) -> None:
+        self._builder = builder
+        kinds = {"dpbusd": [WHOLES], "half_dpbusd": [ir.VectorType(I32, LANES // 2)] * 2, "signs": [SHORTS] * 2}[KIND]
+        self._parts = [ir.Constant(kind, [0] * kind.count) for kind in kinds]
+
+    def multiply(self, levels: Any, x: Any) -> None:
+        """Add the products of four levels and four integers of x in each word."""
+        sides = (
+            [(levels, x)]
+            if KIND == "dpbusd"
+            else zip(*(halves(self._builder, side) for side in (levels, x)), strict=True)
+        )
+        self._parts = [self._added(part, *pair) for part, pair in zip(self._parts, sides, strict=True)]
+
+    def _added(self, part: Any, levels: Any, x: Any) -> Any:
+        builder = self._builder
+        if KIND != "signs":
+            return called(builder, INSTRUCTIONS[KIND], part.type, part, levels, x)
+        pairs = (builder.bitcast(side, BYTES) for side in (levels, x))
+        return builder.add(part, called(builder, "llvm.x86.avx2.pmadd.ub.sw", SHORTS, *pairs))
+
+    def floats(self) -> Any:
+        """Return the sums as float32."""
+        builder, parts = self._builder, self._parts
+        if KIND == "signs":
+            whole, ones = ir.VectorType(I32, LANES // 2), ir.Constant(SHORTS, [1] * LANES)
+            parts = [called(builder, "llvm.x86.avx2.pmadd.wd", whole, part, ones) for part in parts]
+        joined = parts[0] if len(parts) == 1 else builder.shuffle_vector(*parts, ir.Constant(WHOLES, [*range(LANES)]))
+        return builder.sitofp(joined, VECTOR)
+
+
+def _columns(rows: int) -> int:
+    """Return how many columns a tile of so many rows works on: as many as the registers have room for."""
+    return COLUMNS if WIDE or rows == 1 else 2 * LANES if rows == 2 else LANES
+
+
+def _tile(rows: int) -> Any:
+    """Return an operation that adds the products of rows of x, `x_row` bytes apart, with `groups` groups of weights to
+    float32 sums [rows, COLUMNS], in `_columns` of them from `first` on. x_sums: of groups of x, `x_sums_row` bytes
+    apart. later: where it prefetches as many bytes as it reads."""
+    vectors = _columns(rows) // LANES
+    share = GROUP_BYTES * vectors * LANES // COLUMNS
+
+    def build(
+        builder: Any, x: Any, x_row: Any, x_sums: Any, x_sums_row: Any, weights: Any, groups: Any, sums: Any,
+        first: Any, later: Any,
+    ) -> None:  # fmt: skip
+        def at(base: Any, number: Any, size: int) -> Any:
+            return builder.add(base, builder.mul(number, ir.Constant(I64, size)))
+
+        numbers = [ir.Constant(I64, r) for r in range(rows)]
+        rows_of_x = [builder.add(x, builder.mul(x_row, r)) for r in numbers]
+        sums_of_x = [builder.add(x_sums, builder.mul(x_sums_row, r)) for r in numbers]
+        results = [[_plus(builder, at(sums, first, WORD), r * LINE + v * VECTOR_BYTES) for v in range(vectors)]
+                   for r in range(rows)]  # fmt: skip
+        entry, loop, done = builder.basic_block, *map(builder.append_basic_block, ("group", "done"))
+        builder.branch(loop)
+        builder.position_at_end(loop)
+        group = builder.phi(I64)
+        base = at(weights, group, GROUP_BYTES)
+        words, factors = at(base, first, WORD), at(_plus(builder, base, SCALES_AT), first, 2)
+        if vectors * LANES < COLUMNS:
+            for distance in range(0, share, CACHE_LINE):
+                prefetch(builder, _plus(builder, at(later, group, share), distance), cache=2)
+        elif AHEAD:
+            for distance in range(AHEAD, AHEAD + GROUP_BYTES, CACHE_LINE):
+                prefetch(builder, _plus(builder, base, distance))
+        low, shift = (ir.Constant(WHOLES, [number] * LANES) for number in (0x0F0F0F0F, 4))
+        products = [[_Sums(builder) for _ in range(vectors)] for _ in range(rows)]
+        for line in range(LINES):
+            sides = []
+            for v in range(vectors):
+                word = loaded(builder, _plus(builder, words, line * LINE + v * VECTOR_BYTES), WHOLES, CACHE_LINE)
+                sides.append((builder.and_(word, low), builder.and_(builder.lshr(word, shift), low)))
+            for row, row_products in zip(rows_of_x, products, strict=True):
+                quads = _plus(builder, at(row, group, GROUP), line * 2 * WORD)
+                for half in range(2):
+                    quad = splatted(builder, loaded(builder, _plus(builder, quads, half * WORD), I32, 1), WHOLES)
+                    for side, part in zip(sides, row_products, strict=True):
+                        part.multiply(side[half], quad)
+        of_x = [splatted(builder, loaded(builder, at(row, group, WORD), F32, WORD)) for row in sums_of_x]
+        for v in range(vectors):
+            scale, offset = (
+                builder.fpext(loaded(builder, _plus(builder, factors, far + v * LANES * 2), HALVES, 2), VECTOR)
+                for far in (0, OFFSETS_AT - SCALES_AT)
+            )
+            for r in range(rows):
+                value = loaded(builder, results[r][v], VECTOR, WORD)
+                for factor, number in ((scale, products[r][v].floats()), (offset, of_x[r])):
+                    value = called(builder, INSTRUCTIONS["float32"], VECTOR, factor, number, value)
+                builder.store(value, pointer(builder, results[r][v], VECTOR), align=WORD)
+        following = _plus(builder, group, 1)
+        builder.cbranch(builder.icmp_signed("<", following, groups), loop, done)
+        group.add_incoming(ir.Constant(I64, 0), entry)
+        group.add_incoming(following, loop)
+        builder.position_at_end(done)
+
+    return operation(types.void, *(types.int64,) * 9)(build)
+
+
+def _strips(rows: int) -> Any:
+    """Return a function of numba that multiplies so many rows by whole groups, one strip of columns after another."""
+    multiply, columns = _tile(rows), _columns(rows)
+    share = GROUP_BYTES * columns // COLUMNS
+
+    def strips(x, x_row, x_sums, x_sums_row, weights, groups, sums):
+        later = weights + groups * GROUP_BYTES
+        for first in range(0, COLUMNS, columns):
+            multiply(x, x_row, x_sums, x_sums_row, weights, groups, sums, first, later)
+            later += groups * share
+
+    return njit(error_model="numpy")(strips)
+
+
+one, two, three, four = map(_strips, range(1, MOST_ROWS + 1))
+
+
+@njit(error_model="numpy")
+def add_up(at, block, first, count, sums):
+    """Compute the sums [count, COLUMNS] of a block of outputs, float32."""
+    groups, x_row = get_i64(at + QUADS), get_i64(at + LEVELS_ROW)
+    for r in range(count):
+        clear_line(sums + r * LINE)
+    weights, done = get_i64(at + WEIGHTS) + block * groups * GROUP_BYTES, types.int64(0)
+    tiles = (count + MOST_ROWS - 1) // MOST_ROWS
+    while done < groups:
+        steps, here = min(get_i64(at + PIECE), groups - done), weights + done * GROUP_BYTES
+        for number in range(tiles):
+            low = number * count // tiles
+            rows = (number + 1) * count // tiles - low
+            x = get_i64(at + LEVELS) + (first + low) * x_row + done * GROUP
+            x_sums = get_i64(at + OFFSETS) + ((first + low) * groups + done) * WORD
+            out = sums + low * LINE
+            if rows == 4:
+                four(x, x_row, x_sums, groups * WORD, here, steps, out)
+            elif rows == 3:
+                three(x, x_row, x_sums, groups * WORD, here, steps, out)
+            elif rows == 2:
+                two(x, x_row, x_sums, groups * WORD, here, steps, out)
+            else:
+                one(x, x_row, x_sums, groups * WORD, here, steps, out)
+        done += steps
+
+
+finish = finishing(load_f32)
+
+
+@njit(error_model="numpy")
+def add_up_and_finish(at, block, first, count, sums):
+    outlier_sums = sums + get_i64(at + CHUNK) * LINE
+    add_up(at, block, first, count, sums)
+    add_up_outliers(at, block, first, count, get_i64(at + OUTLIER_WORDS), outlier_sums)
+    finish(at, block, first, count, sums, outlier_sums)
+
+
+share_out = product(add_up_and_finish)
+
+
+@compiled.addressed
+def multiply(at):
+    """Compute [rows, outputs], the sums times scale and step, plus outliers, plus bias, for the items that no other
+    thread has taken."""
+    share_out(at)
+
+
+@operation(LANES_TYPE, LANES_TYPE)
+def roots(builder: Any, values: Any) -> Any:
+    """Return the square root of each lane, rounded once, as IEEE 754 says."""
+    return called(builder, f"llvm.sqrt.v{LANES}f32", VECTOR, values)
+
+
+@operation(LANES_TYPE, *(LANES_TYPE,) * 4)
+def where_larger(builder: Any, a: Any, b: Any, yes: Any, no: Any) -> Any:
+    """Return the lanes of `yes` where a > b, and those of `no` elsewhere."""
+    return builder.select(builder.fcmp_ordered(">", a, b), yes, no)
+
+
+@operation(types.void, types.int64, LANES_TYPE)
+def store_f16(builder: Any, address: Any, value: Any) -> Any:
+    builder.store(builder.fptrunc(value, HALVES), pointer(builder, address, HALVES), align=2)
+
+
+@operation(types.void, types.int64, *(LANES_TYPE,) * 4)
+def store_words(builder: Any, address: Any, *values: Any) -> Any:
+    """Store a word of each lane, of four bytes 0 .. 255."""
+    word = ir.Constant(WHOLES, [0] * LANES)
+    for number, value in enumerate(values):
+        byte = builder.shl(builder.fptosi(value, WHOLES), ir.Constant(WHOLES, [8 * number] * LANES))
+        word = builder.or_(word, byte)
+    builder.store(word, pointer(builder, address, WHOLES), align=WORD)
+
+
+@operation(LANES_TYPE, types.int64, types.int64)
+def load_half(builder: Any, address: Any, upper: Any) -> Any:
+    """Load the lower or upper bfloat16 of each word."""
+    words = loaded(builder, address, WHOLES, WORD)
+    shifted = builder.shl(words, ir.Constant(WHOLES, [16] * LANES))
+    masked = builder.and_(words, ir.Constant(WHOLES, [-65536] * LANES))
+    is_upper = builder.icmp_signed("!=", upper, ir.Constant(I64, 0))
+    return builder.bitcast(builder.select(is_upper, masked, shifted), VECTOR)
+
+
+@njit(error_model="numpy")
+def nearest_level(value, lowest, inverse):
+    """Return the nearest levels 0 .. MOST_LEVEL. inverse: of the step between two levels."""
+    nearest = splat(types.float32(ROUND))
+    level = sub(add(mul(sub(value, lowest), inverse), nearest), nearest)
+    return smaller(larger(level, splat(types.float32(0))), splat(types.float32(MOST_LEVEL)))
+
+
+@njit(error_model="numpy")
+def fit(tile, factors, ranges):
+    """Find scale and offset of a group of LANES outputs, whose weights are [GROUP, LANES] float32 at `tile`.
+
+    Of several ranges of levels, each a little narrower, the one serves whose least squares are least. An error counts
+    by the weight's magnitude plus the group's root mean square. factors: where scales are written, and behind a line
+    the offsets. ranges: where the lowest weight and the inverse step of the range are.
+    """
+    zero, one = splat(types.float32(0)), splat(types.float32(1))
+    low = high = load_f32(tile)
+    squares = zero
+    for i in range(GROUP):
+        value = load_f32(tile + i * VECTOR_BYTES)
+        low, high, squares = smaller(low, value), larger(high, value), fma(value, value, squares)
+    mean = roots(mul(squares, splat(types.float32(1 / GROUP))))
+    w = v = vv = zero
+    for i in range(GROUP):
+        value = load_f32(tile + i * VECTOR_BYTES)
+        by = add(magnitude(value), mean)
+        w, v, vv = add(w, by), fma(by, value, v), fma(mul(by, value), value, vv)
+    least = splat(types.float32(math.inf))
+    middle, width = mul(add(low, high), splat(types.float32(0.5))), sub(high, low)
+    for number in range(len(SHRINKS)):
+        shrink = splat(types.float32(SHRINKS[number]))
+        step = larger(mul(mul(width, shrink), splat(types.float32(1 / MOST_LEVEL))), splat(types.float32(SMALLEST)))
+        lowest, inverse = add(middle, mul(sub(low, middle), shrink)), divide(one, step)
+        q = qq = qv = zero
+        for i in range(GROUP):
+            value = load_f32(tile + i * VECTOR_BYTES)
+            level = nearest_level(value, lowest, inverse)
+            by = mul(add(magnitude(value), mean), level)
+            q, qq, qv = add(q, by), fma(by, level, qq), fma(by, value, qv)
+        below = sub(mul(w, qq), mul(q, q))
+        some = mul(mul(w, qq), splat(types.float32(1e-6)))  # less is rounding: all levels are the same
+        scale = where_larger(below, some, divide(sub(mul(w, qv), mul(q, v)), below), step)
+        offset = where_larger(below, some, divide(sub(mul(qq, v), mul(q, qv)), below), lowest)
+        # sum of w (scale q + offset - v)^2
+        error = add(mul(scale, sub(mul(scale, qq), add(qv, qv))), mul(offset, sub(mul(offset, w), add(v, v))))
+        error = add(add(error, vv), mul(mul(add(scale, scale), offset), q))
+        store_f32(factors, where_larger(least, error, scale, load_f32(factors)))
+        store_f32(factors + LINE, where_larger(least, error, offset, load_f32(factors + LINE)))
+        store_f32(ranges, where_larger(least, error, lowest, load_f32(ranges)))
+        store_f32(ranges + VECTOR_BYTES, where_larger(least, error, inverse, load_f32(ranges + VECTOR_BYTES)))
+        least = smaller(least, error)
+
+
+@njit(error_model="numpy")
+def load_tile(lines, group, narrow, kept, tile):
+    """Load the weights of a group of LANES outputs as [GROUP, LANES] float32, with zeros for outliers."""
+    for i in range(GROUP):
+        number = group * GROUP + i
+        value = load_half(lines + number // 2 * LINE, number % 2) if narrow else load_f32(lines + number * LINE)
+        store_f32(tile + i * VECTOR_BYTES, mul(value, splat(get_f32(kept + number * WORD))))
+
+
+@njit(error_model="numpy")
+def store_levels(tile, ranges, out):
+    """Store the levels of a group of LANES outputs."""
+    lowest, inverse = load_f32(ranges), load_f32(ranges + VECTOR_BYTES)
+    for i in range(GROUP):
+        store_f32(tile + i * VECTOR_BYTES, nearest_level(load_f32(tile + i * VECTOR_BYTES), lowest, inverse))
+    upper = splat(types.float32(16))
+    for number in range(LINES):
+        at = tile + number * 8 * VECTOR_BYTES
+        store_words(
+            out + number * LINE,
+            fma(load_f32(at + 4 * VECTOR_BYTES), upper, load_f32(at)),
+            fma(load_f32(at + 5 * VECTOR_BYTES), upper, load_f32(at + VECTOR_BYTES)),
+            fma(load_f32(at + 6 * VECTOR_BYTES), upper, load_f32(at + 2 * VECTOR_BYTES)),
+            fma(load_f32(at + 7 * VECTOR_BYTES), upper, load_f32(at + 3 * VECTOR_BYTES)),
+        )
+
+
+@compiled.addressed
+def quantize_weights(at):
+    """Quantize weights, a block of COLUMNS rows at a time, and pack them as groups."""
+    inputs, narrow, kept = get_i64(at + W_INPUTS), get_i64(at + W_NARROW), get_i64(at + W_KEPT)
+    groups, steps = inputs // GROUP, inputs // 2 if narrow else inputs
+    # memory of this thread: a tile, its ranges, scales and offsets [groups, 2, COLUMNS], the weights as lines
+    tile = get_i64(at + W_SPARE) + take(at + W_THREADS) * get_i64(at + W_SPARE_BYTES)
+    ranges = tile + GROUP * VECTOR_BYTES
+    factors = ranges + 2 * VECTOR_BYTES
+    lines = factors + groups * 2 * LINE
+    while True:
+        block = take(at + W_TAKEN)
+        if block >= get_i64(at + W_ITEMS):
+            return
+        pack_lines(get_i64(at + W_ROWS) + block * COLUMNS * 8, steps, lines)
+        out, scales = get_i64(at + W_OUT) + block * groups * GROUP_BYTES, get_i64(at + W_SCALES) + block * LINE
+        for strip in range(0, LINE, VECTOR_BYTES):
+            most = splat(types.float32(SMALLEST))
+            for group in range(groups):
+                of_group = factors + group * 2 * LINE + strip
+                load_tile(lines + strip, group, narrow, kept, tile)
+                fit(tile, of_group, ranges)
+                store_levels(tile, ranges, out + group * GROUP_BYTES + strip)
+                offset = mul(magnitude(load_f32(of_group + LINE)), splat(types.float32(1 / MOST_LEVEL)))
+                most = larger(magnitude(load_f32(of_group)), larger(offset, most))
+            store_f32(scales + strip, most)
+            for group in range(groups):
+                of_group, to = factors + group * 2 * LINE + strip, out + group * GROUP_BYTES + strip // 2
+                store_f16(to + SCALES_AT, divide(load_f32(of_group), most))
+                store_f16(to + OFFSETS_AT, divide(load_f32(of_group + LINE), most))
