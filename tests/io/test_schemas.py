@@ -26,7 +26,7 @@ from dsbd_cli.cli.run import messages
 from dsbd_cli.cli.run.dry_run import RowTally, dry_run_document
 from dsbd_cli.cli.run.summary import Totals
 from dsbd_cli.config.method import MethodConfig
-from dsbd_cli.config.model import ModelSpec
+from dsbd_cli.config.model import QUANTIZE, ModelSpec
 from dsbd_cli.config.variants import DRAFTERS, FUSION, RULES, WIDTHS
 from dsbd_cli.errors import PromptTooLongError
 from dsbd_cli.io.lines.resume import DoneRows
@@ -69,6 +69,7 @@ def test_every_setting_of_a_rule_or_a_drafter_is_in_the_schema_of_records() -> N
     method = OUTPUT.schema()["$defs"]["method"]["properties"]  # type: ignore[index]
     every = (*RULES.values(), *WIDTHS.values(), *DRAFTERS.values(), FUSION)
     assert {setting.field for variant in every for setting in variant.settings} <= method.keys()
+    assert method["quantize"]["enum"] == [*QUANTIZE, None]
 
 
 def open_objects(schema: Any) -> list[str]:
