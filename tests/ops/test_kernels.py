@@ -271,6 +271,12 @@ def int4(op: Any, dtype: torch.dtype) -> None:
         alike = wanted[3, 32:64] != 0  # but for outliers, whose x is 0
         torch.testing.assert_close(stored[3, 32:64][alike], wanted[3, 32:64][alike], rtol=1e-3, atol=0)
 
+        for strange in (math.nan, math.inf):
+            broken = weight.clone()
+            broken[7, 40] = strange  # of one output, whose results are none
+            finite = op([broken], outliers, bias, select.packed_linear)(x).isfinite()
+            assert not finite[:, 7].any()
+            assert finite.sum() == rows * (outputs - 1)
         zero_bias = op([weight], outliers, torch.zeros_like(bias), select.packed_linear)
         x_levels, steps, outlier_x, sums = product.levels(x)
         ours = zero_bias.multiply(x_levels, torch.ones_like(steps), torch.zeros_like(outlier_x), sums)

@@ -337,6 +337,8 @@ def fit(tile, factors, ranges):
         by = add(magnitude(value), mean)
         w, v, vv = add(w, by), fma(by, value, v), fma(mul(by, value), value, vv)
     least = splat(types.float32(math.inf))
+    store_f32(factors, sub(vv, vv))  # NaN if a weight is NaN or infinite: no range serves then
+    store_f32(factors + LINE, sub(vv, vv))
     middle, width = mul(add(low, high), splat(types.float32(0.5))), sub(high, low)
     for number in range(len(SHRINKS)):
         shrink = splat(types.float32(SHRINKS[number]))
