@@ -3,11 +3,11 @@
     python -m benchmarks.fuzz --minutes 60                     a line per difference, and one line at the end
     python -m benchmarks.fuzz --seed 7 --configurations 20     so many, from this seed
 
-A configuration is a tiny random model (family, dtype, int8), a method (rule, beams, drafter, depth), a batch size, one
-or two threads, and rows with settings, constraints and prompts of their own, some of which begin alike. Rows outnumber
-the batch, so that places are taken again; in some configurations the target runs out of memory on the way. Tokens,
-scores, log-probabilities and what is recorded of tokens are compared with those of a second engine, which has its own
-copy of the model, drafts nothing and takes one row at a time.
+A configuration is a tiny random model (family, dtype, int8 or int4), a method (rule, beams, drafter, depth), a batch
+size, one or two threads, and rows with settings, constraints and prompts of their own, some of which begin alike. Rows
+outnumber the batch, so that places are taken again; in some configurations the target runs out of memory on the way.
+Tokens, scores, log-probabilities and what is recorded of tokens are compared with those of a second engine, which has
+its own copy of the model, drafts nothing and takes one row at a time.
 
 Models and engines live on and serve later configurations: what outlives a run is looked for, too. So a difference may
 need the configurations before it. Its line has the command that runs them all, and says whether the batch, and the row
@@ -64,7 +64,7 @@ CAUSAL = (
 HYBRID = ("mamba2", "qwen3-next", "lfm2", "granite-hybrid")
 PAIRS = ("t5", "marian", "bart")
 NOISE = 0.05  # of a draft's weights
-# Sizes that int8 kernels take, too. By the names that families give them.
+# Sizes that kernels of int8 and int4 take, too. By the names that families give them.
 LARGER = {
     **{"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "n_embd": 64, "ffn_dim": 96, "mamba_n_heads": 16},
     **{"word_embed_proj_dim": 64, "d_model": 64, "d_kv": 16, "d_ff": 96, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96},
@@ -147,7 +147,7 @@ class Configuration:
 
     family: str
     dtype: str
-    int8: bool
+    quantize: str | None
     wide: bool
     rule: str
     beams: int
@@ -169,12 +169,13 @@ class Configuration:
             beams = 4
         causal = family in CAUSAL
         drafter = dice.choice(("none", *(DRAFTERS if family not in PAIRS else ("beam", "ngram"))))
-        int8 = causal and dice.random() < 0.15
+        share = dice.random() if causal else 1.0
+        quantize = "int8" if share < 0.1 else "int4" if share < 0.15 else None
         return cls(
             family=family,
             dtype=dice.choice(("float32", "bfloat16")),
-            int8=int8,
-            wide=causal and not int8 and dice.random() < 0.3,
+            quantize=quantize,
+            wide=causal and quantize is None and dice.random() < 0.3,
             rule=rule,
             beams=beams,
             scope=dice.choice(("pool", "pool", "beam")) if rule == "coupled" else "pool",
@@ -188,9 +189,9 @@ class Configuration:
         )
 
     @property
-    def model(self) -> tuple[str, str, bool, bool]:
+    def model(self) -> tuple[str, str, str | None, bool]:
         """What names a model."""
-        return self.family, self.dtype, self.int8, self.wide
+        return self.family, self.dtype, self.quantize, self.wide
 
     def requests(self) -> list[Request]:
         """The rows."""
@@ -330,12 +331,12 @@ class Fuzzer:
         return self._loaded[key]
 
     def _load(self, configuration: Configuration) -> Loaded:
-        family, dtype, int8, wide = configuration.model
+        family, dtype, weights, wide = configuration.model
         if family in PAIRS:
             return _pair(family, getattr(torch, dtype))
         size = WIDE if wide else len(self._tokenizer)
-        if int8:
-            return _int8(family, size, getattr(torch, dtype), self._tokenizer)
+        if weights is not None:
+            return _quantized(family, size, getattr(torch, dtype), weights, self._tokenizer)
         target, draft = (self._folder(family, size, role) for role in ("target", "draft"))
         pair = load_pair(
             *open_pair(ModelSpec(str(target), dtype=dtype), ModelSpec(str(draft), role="draft", dtype=dtype))
@@ -378,8 +379,8 @@ def _pair(family: str, dtype: torch.dtype) -> Loaded:
     return Loaded(target, Seq2SeqForestModel(draft, family), codec)
 
 
-def _int8(family: str, size: int, dtype: torch.dtype, tokenizer: PreTrainedTokenizerFast) -> Loaded:
-    """Its linear layers are int8, however small."""
+def _quantized(family: str, size: int, dtype: torch.dtype, weights: str, tokenizer: PreTrainedTokenizerFast) -> Loaded:
+    """Its linear layers are int8 or int4, however small."""
     model = build(family, vocab_size=size, **_larger(FIT, family))
     draft: BaseForestModel = CausalForestModel(perturbed(model, NOISE).to(dtype), family)
     model.to(dtype)
@@ -391,10 +392,10 @@ def _int8(family: str, size: int, dtype: torch.dtype, tokenizer: PreTrainedToken
         parts = DecoderParts(family, spec, tensors, dtype, torch.device("cpu"), settings)
         target = own = build_decoder(parts, lambda: model, frozenset())
         outliers = find_outliers(own.decoder, lambda: own.plain(torch.arange(64)[None] % size))
-        quantize_decoder(own.decoder, outliers, "int8", least=0)
+        quantize_decoder(own.decoder, outliers, weights, least=0)
     else:
         target = forest = CausalForestModel(model, family)
-        quantize(forest.module, forest.calibrate, "int8", least=0)
+        quantize(forest.module, forest.calibrate, weights, least=0)
         forest.layers_replaced()
     _promise(target)
     return Loaded(target, draft, HFCodec(tokenizer, (tokenizer.eos_token_id,)))

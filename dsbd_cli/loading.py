@@ -249,7 +249,7 @@ def _packed_bytes(checkpoint: Checkpoint) -> int:
     except (OSError, ValueError, AttributeError, RecursionError):  # a GGUF file, or what the load will report
         return 0
     if spec.quantize is not None:
-        return size // (2 if spec.quantize == "int8" else 3) if current() >= Processor.AVX2 else 0
+        return size // (2 if spec.quantize == "int8" else 4) if current() >= Processor.AVX2 else 0
     if not Processor.AVX2 <= current() < Processor.AMX:  # with matrix units bfloat16 stays in its file
         return 0
     return size if halves else size // 2

@@ -146,7 +146,8 @@ class _DecoderLoad:
       each plain weight, so the comparison with transformers, which needs them, comes before it.
     - Where files are read directly, packing comes first, because packed weights do not hold the files' pages. Then
       transformers' model is loaded for the comparison alone and dropped before the next check.
-    - int8 is made last: its limits are those of the checkpoint's own rounding, so the self-test needs plain weights.
+    - Weights are quantized last: the self-test needs plain weights, because its limits are those of the checkpoint's
+      own rounding.
 
     Imports: transformers takes seconds.
     - With kept results it is not imported at all: description, tokenizer and verdict come from the cache.

@@ -104,10 +104,10 @@ def _on_cpu(model: Any) -> bool:
     return not hooked and {parameter.device.type for parameter in model.parameters()} == {"cpu"}
 
 
-def _quantize(forest: CausalForestModel | Seq2SeqForestModel, checkpoint: Checkpoint, weights: str) -> None:
+def _quantize(forest: CausalForestModel | Seq2SeqForestModel, checkpoint: Checkpoint, weight_format: str) -> None:
     """Quantize the large linear layers to `int8` or `int4`, and pack the small ones. Raises UsageError where all are
     small."""
-    if not quantize(forest.module, forest.calibrate, weights):
+    if not quantize(forest.module, forest.calibrate, weight_format):
         raise too_small(checkpoint.spec, f"the {checkpoint.name}")
     pack(forest.module)
     forest.layers_replaced()

@@ -22,7 +22,7 @@ class LoadedPair:
 
     Attributes:
         target_dtype: torch's name without prefix: float32, bfloat16, float16; `int8+bfloat16` where linear layers are
-            int8 and the rest is bfloat16.
+            int8 and the rest is bfloat16, and `int4+bfloat16` alike.
         draft_dtype: the same, None without a draft.
         differences: differences that do not matter for the result, for the user to read.
         notes: what the user should know: generation settings that are not applied, kernels of layers that are left out.

@@ -188,9 +188,9 @@ TABLE = (
     Kernel("program", program.loop, program.compiled, "layers are called one by one", dtypes=FLOATS, step=layer.STEP,
            beside=("norm", "")),
     _LINEAR("linear", linear.CompiledLinear, dtypes=F32, weights="plain", reason=_LINES),
-    _LINEAR("linear", linear.CompiledLinear, most=AVX512_BF16, dtypes=BF16, weights="plain",
-    reason=_LINES), _LINEAR("linear", linear.CompiledLinear, least=AMX, dtypes=BF16, weights="plain", needs=(_TEAM,
-            _UNITS), reason="matrix units read weights as they lie in the checkpoint"),
+    _LINEAR("linear", linear.CompiledLinear, most=AVX512_BF16, dtypes=BF16, weights="plain", reason=_LINES),
+    _LINEAR("linear", linear.CompiledLinear, least=AMX, dtypes=BF16, weights="plain", needs=(_TEAM, _UNITS),
+            reason="matrix units read weights as they lie in the checkpoint"),
     Kernel("linear", linear.TorchLinear, least=BASE, weights="plain", trial=linear.fault, backend="torch",
            reason="weights are packed by oneDNN"),
     _INT8(most=AVX512_BF16, needs=(_X86, _TEAM)),
@@ -271,21 +271,21 @@ def packing_works(dtype: torch.dtype) -> bool:
 
 
 def quantized_linear(
-    weights: Sequence[Tensor], biases: Sequence[Tensor | None], outliers: Tensor, quantize: str
+    weights: Sequence[Tensor], biases: Sequence[Tensor | None], outliers: Tensor, weight_format: str
 ) -> int8.Int8Product:
     """Return layers as one product in int8 or int4. The input channels `outliers` [k] are not quantized.
 
     weights: [o, i] of each layer, of one dtype, on a CPU. biases: [o] or None of each layer.
     """
-    kernel, reason = choose("linear", weights[0].dtype, quantize)
+    kernel, reason = choose("linear", weights[0].dtype, weight_format)
     assert kernel is not None, reason
     return int8.Int8Product(weights, biases, outliers, kernel.op, packed_linear)
 
 
-def quantize_missing(quantize: str) -> str | None:
+def quantize_missing(weight_format: str) -> str | None:
     """Return why there are no exact products in int8, or none in int4, on this processor and with this build of torch;
     None where there are."""
-    for weights in dict.fromkeys(("int8", quantize)):  # int4 leaves some layers to int8
+    for weights in dict.fromkeys(("int8", weight_format)):  # int4 leaves some layers to int8
         kernel, reason = choose("linear", torch.float32, weights)
         if kernel is None:
             return reason

@@ -22,7 +22,7 @@ from dsbd_cli.train.training import compute_dtype
 
 
 def with_draft_head(engine: Engine, folder: Path, target: ModelSpec) -> Engine:
-    """Return an engine with the head in a folder, which computes in the dtype of the target's layers that are not int8.
+    """Return an engine with the head in a folder, which computes in the dtype of the target's plain layers.
     target: how the engine's target was loaded."""
     plain, dtype = engine.method, compute_dtype(engine)
     method = MethodConfig(rule=plain.rule, num_beams=plain.num_beams, depth=DEFAULT_DEPTH)

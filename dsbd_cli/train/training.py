@@ -196,6 +196,6 @@ def open_training(
 
 
 def compute_dtype(engine: Engine) -> str:
-    """Return the dtype that the target computes in; for an int8 target, the dtype of the layers that are not int8."""
+    """Return the dtype that the target computes in; of a quantized target the dtype of its other layers."""
     assert engine.info is not None
     return engine.info.dtype.rpartition("+")[2]

@@ -156,11 +156,11 @@ def test_no_more_is_touched_than_a_model_packs(tmp_path: Path, monkeypatch: pyte
 
     assert packed() == packed(device="cpu", gpu="gpu") == 1000
     assert packed('{"dtype": "float32"}') == 500  # which may be packed in bfloat16
-    assert packed(processor=Processor.AMX) == packed(processor=Processor.AVX2) == 0
-    assert (
-        packed(quantize="int8", processor=Processor.AVX512_VNNI)
-        == packed(quantize="int8", processor=Processor.AMX)
-        == 500
-    )
-    assert packed(quantize="int8") == packed("[]") == packed("{") == packed("[" * 100_000) == 0
+    assert packed(processor=Processor.AVX2) == 1000
+    assert packed(processor=Processor.AMX) == packed(processor=Processor.BASE) == 0
+    for one in (Processor.AVX2, Processor.AVX512, Processor.AMX):
+        assert packed(quantize="int8", processor=one) == 500
+        assert packed(quantize="int4", processor=one) == 250
+    assert packed(quantize="int8", processor=Processor.BASE) == 0
+    assert packed("[]") == packed("{") == packed("[" * 100_000) == 0
     assert packed(gpu="gpu") == packed(device="cuda") == packed(tensor_parallel=2) == 0

@@ -24,13 +24,14 @@ from dsbd_cli.ops.processor import VARIABLE, Processor, current
 from tests.helpers.checkpoints import save
 
 ROOT = Path(__file__).parents[2]
-AVX512 = "fma avx avx2 avx512f avx512bw avx512cd avx512dq avx512vl"
+AVX512 = "f16c fma avx avx2 avx512f avx512bw avx512cd avx512dq avx512vl"
 AMX = f"{AVX512} avx_vnni avx512_vnni avx512_bf16 amx_tile amx_bf16 amx_int8"
 NAMES = {
     "": ["base"],
     "avx avx2": ["base"],
-    "fma avx avx2": ["base", "avx2"],
-    "fma avx avx2 avx_vnni": ["base", "avx2", "avx2_vnni"],
+    "fma avx avx2": ["base"],
+    "f16c fma avx avx2": ["base", "avx2"],
+    "f16c fma avx avx2 avx_vnni": ["base", "avx2", "avx2_vnni"],
     AVX512: ["base", "avx2", "avx512"],
     f"{AVX512} avx512_vnni avx512_bf16": ["base", "avx2", "avx512", "avx512_vnni", "avx512_bf16"],
     AMX: [str(processor) for processor in Processor],

@@ -85,7 +85,7 @@ class DistillOptions:
     max_new_tokens: int | None = option(MAIN, "tokens of an answer at most", default=SamplingConfig().max_new_tokens)
     seed: int | None = option(MAIN, "of answers, batches and new weights", default=0)
     quantize: Quantize | None = option(
-        DISTILL, "of the target, and of the draft where it is measured, as of generate", metavar="int8|int4"
+        DISTILL, "int8 or int4: of the target, and of the draft where it is measured, as of generate", metavar="FORMAT"
     )
     threads: int | None = option(DISTILL, "processor threads, as of generate", least=1, most=MOST_THREADS)
     quiet: bool | None = flag(DISTILL, "nothing but errors", "-q")

@@ -306,7 +306,9 @@ class DeviceOptions(TemplateOptions, LoadOptions):
         DEVICES, "rows decoded together; auto: what fits in memory", default=DEFAULT_BATCH_SIZE, metavar="N"
     )
     quantize: Quantize | None = option(
-        DEVICES, "the linear layers of both models in 8 or 4 bits, on the CPU (docs/hardware.md)", metavar="int8|int4"
+        DEVICES,
+        "int8 or int4: the linear layers of both models in 8 or 4 bits, on the CPU (docs/hardware.md)",
+        metavar="FORMAT",
     )
     numerics: Numerics | None = option(
         DEVICES,

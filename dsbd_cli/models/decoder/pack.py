@@ -28,16 +28,16 @@ def pack_decoder(decoder: Decoder, device: torch.device) -> None:
         setattr(owner, name, packed(getattr(owner, name), decoder.weights.dtype, device, decoder.ops))
 
 
-def quantize_decoder(decoder: Decoder, outliers: Outliers, weights: str, least: int = LEAST_WEIGHTS) -> int:
+def quantize_decoder(decoder: Decoder, outliers: Outliers, weight_format: str, least: int = LEAST_WEIGHTS) -> int:
     """Quantize the products of `least` weights or more, in place, and pack the others. Return how many are quantized.
 
-    weights: their format, `int8` or `int4`.
+    weight_format: `int8` or `int4`.
     """
     made = 0
     for full, owner, name in decoder.plain_products():
         linear: PlainLinear = getattr(owner, name)
         if sum(weight.numel() for weight in linear.weights) >= least:
-            own = "int8" if name in INT8_IN_INT4 else weights
+            own = "int8" if name in INT8_IN_INT4 else weight_format
             setattr(owner, name, quantized_linear(*linear.converted(decoder.weights.dtype), outliers[full], own))
             made += 1
     pack_decoder(decoder, torch.device("cpu"))

@@ -176,8 +176,8 @@ class BaseDraftHead(BaseForestModel):
         """Pack the products that still have plain weights."""
         raise NotImplementedError
 
-    def quantize(self, weights: str) -> int:
-        """Quantize large products and pack the others; return how many are quantized. weights: `int8` or `int4`."""
+    def quantize(self, weight_format: str) -> int:
+        """Quantize large products to `int8` or `int4`, and pack the others; return how many are quantized."""
         raise NotImplementedError
 
     def _read_random(self) -> None:
@@ -248,8 +248,8 @@ class DecoderDraftHead(BaseDraftHead, DecoderForestModel):
         pack_decoder(self.decoder, self.device)
         self.forget_programs()
 
-    def quantize(self, weights: str) -> int:
-        made = quantize_decoder(self.decoder, find_outliers(self.decoder, self._read_random), weights)
+    def quantize(self, weight_format: str) -> int:
+        made = quantize_decoder(self.decoder, find_outliers(self.decoder, self._read_random), weight_format)
         self.forget_programs()
         return made
 

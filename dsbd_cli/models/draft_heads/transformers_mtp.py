@@ -58,8 +58,8 @@ class TransformersDraftHead(BaseDraftHead, CausalForestModel):
     def pack(self) -> None:
         pack(self.module)
 
-    def quantize(self, weights: str) -> int:
-        made = quantize(self.module, self._read_random, weights)
+    def quantize(self, weight_format: str) -> int:
+        made = quantize(self.module, self._read_random, weight_format)
         self.pack()
         self.layers_replaced()
         return made

@@ -1,4 +1,4 @@
-"""Linear layers of transformers' models replaced on a CPU, in place: by packed ones, or by int8 ones.
+"""Linear layers of transformers' models replaced on a CPU, in place: by packed ones, or by quantized ones.
 
 Letters: o output channels, i input channels of a layer; t tokens, k experts of a token.
 """
@@ -22,7 +22,8 @@ from dsbd_cli.ops.select import packed_linear, quantized_linear
 
 # layers that int4 makes int8: queries, keys and values, and LM heads, as models name them
 INT8_IN_INT4 = frozenset(
-    "q_proj k_proj v_proj qkv_proj query_key_value c_attn Wqkv q k v query key value lm_head embed_out proj_out".split()
+    "q_proj k_proj v_proj qkv_proj kv_proj qkv query_key_value c_attn Wqkv q k v query key value query_proj key_proj"
+    " value_proj q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj in_proj_qkvz lm_head embed_out proj_out".split()
 )
 LEAST_FEATURES = 64  # of inputs and of outputs: smaller layers are not quantized
 MULTIPLIED = ("dt_proj",)  # layers whose weights Mamba and Jamba multiply by themselves
@@ -313,10 +314,10 @@ class _Watch:
             before.first = layer if before.first is not first else first
 
 
-def quantize(model: nn.Module, calibrate: Callable[[], object], weights_format: str, least: int = LEAST_WEIGHTS) -> int:
+def quantize(model: nn.Module, calibrate: Callable[[], object], weight_format: str, least: int = LEAST_WEIGHTS) -> int:
     """Replace the plain linear layers of a model on the CPU by quantized ones, in place; return how many.
 
-    calibrate: runs tokens through the model. weights_format: `int8` or `int4`. Layers that `calibrate` does not reach
+    calibrate: runs tokens through the model. weight_format: `int8` or `int4`. Layers that `calibrate` does not reach
     stay as they are. So do products of fewer than `least` weights, which would gain nothing: the work around the
     product takes longer than the product.
     """
@@ -346,7 +347,7 @@ def quantize(model: nn.Module, calibrate: Callable[[], object], weights_format: 
             continue
         weights = [weight_of(child).detach() for _, _, child in layers]
         biases = [None if child.bias is None else child.bias.detach() for _, _, child in layers]
-        own = "int8" if any(name in INT8_IN_INT4 for _, name, _ in layers) else weights_format
+        own = "int8" if any(name in INT8_IN_INT4 for _, name, _ in layers) else weight_format
         product = SharedProduct(quantized_linear(weights, biases, outlier_channels(largest), own))
         del weights
         for *_, child in layers:

@@ -68,7 +68,7 @@ class Int8Arguments(ctypes.Structure):
 
 class QuantizeWeightArguments(ctypes.Structure):
     """Arguments of the kernel that quantizes weights: sizes and addresses. rows: the address of an array of row
-    addresses, 0 for rows of zeros. spare: [threads, COLUMNS, inputs] bytes."""
+    addresses, in int8 0 for rows of zeros. spare: memory of the threads, `spare_bytes` of each."""
 
     _fields_ = fields(
         "taken", "threads", "items", "rows", "inputs", "narrow", "kept", "scales", "sums", "out", "spare",
@@ -271,7 +271,7 @@ class Int8Product:
         backend: computes the product. linear: packs weights that are not quantized, or returns None."""
         self.parts = [len(weight) for weight in weights]
         self.backend = backend(weights, outliers, joined_bias(weights, biases), linear)
-        self.compiled = backend is CompiledInt8
+        self.compiled = issubclass(backend, CompiledInt8)
 
     @property
     def weights(self) -> list[Tensor]:

@@ -19,8 +19,8 @@ from typing import Any
 from llvmlite import ir
 from numba import njit, types
 
-from dsbd_cli.ops.cpu.int4 import GROUP_BYTES, MOST_LEVEL, SHRINKS
-from dsbd_cli.ops.cpu.int8 import GROUP, LAYOUT, SMALLEST
+from dsbd_cli.ops.cpu.int4 import GROUP_BYTES, LAYOUT, MOST_LEVEL, SHRINKS
+from dsbd_cli.ops.cpu.int8 import GROUP, SMALLEST
 from dsbd_cli.ops.cpu.kernels.compiler import KernelCompiler
 from dsbd_cli.ops.cpu.kernels.int8 import (
     LEVELS,

@@ -152,6 +152,7 @@ def quantize_rows(at):
 
 @njit(error_model="numpy")
 def add_up_outliers(at, block, first, count, words, outlier_sums):
+    """Compute the sums [count, COLUMNS] of outliers."""
     for r in range(count):
         clear_line(outlier_sums + r * LINE)
     x, x_row = get_i64(at + OUTLIER_X) + first * words * WORD, words * WORD
