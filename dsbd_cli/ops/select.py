@@ -285,7 +285,7 @@ def quantized_linear(
 def quantize_missing(weight_format: str) -> str | None:
     """Return why there are no exact products in int8, or none in int4, on this processor and with this build of torch;
     None where there are."""
-    for weights in dict.fromkeys(("int8", weight_format)):  # int4 leaves some layers to int8
+    for weights in dict.fromkeys((weight_format, "int8")):  # int4 leaves some layers to int8
         kernel, reason = choose("linear", torch.float32, weights)
         if kernel is None:
             return reason
