@@ -92,8 +92,7 @@ def _whole(value: int) -> Any:
 
 
 def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    kind = ir.FunctionType(VECTOR, [VECTOR] * 3)
-    return builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{LANES}f32"), (a, b, c))
+    return called(builder, f"llvm.fma.v{LANES}f32", VECTOR, a, b, c)
 
 
 @operation(types.float32, types.int64)
@@ -208,8 +207,7 @@ add, sub, mul, divide = (
 @operation(types.float32, types.float32)
 def root(builder: Any, value: Any) -> Any:
     """Return the square root, rounded once, as IEEE 754 says."""
-    kind = ir.FunctionType(F32, [F32])
-    return builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.sqrt.f32"), (value,))
+    return called(builder, "llvm.sqrt.f32", F32, value)
 
 
 def _larger(builder: Any, a: Any, b: Any) -> Any:
@@ -222,9 +220,7 @@ def smaller(builder: Any, a: Any, b: Any) -> Any:
     return builder.select(builder.fcmp_ordered(">", a, b), b, a)
 
 
-@operation(LANES_TYPE, LANES_TYPE, LANES_TYPE)
-def larger(builder: Any, a: Any, b: Any) -> Any:
-    return _larger(builder, a, b)
+larger = operation(LANES_TYPE, LANES_TYPE, LANES_TYPE)(_larger)
 
 
 def _halved(builder: Any, value: Any, join: Callable[[Any, Any, Any], Any]) -> Any:
@@ -369,12 +365,10 @@ def _multiplied(builder: Any, kind: str, sums: Any, x: Any, weights: Any) -> Any
         return called(builder, INSTRUCTIONS[kind], VECTOR, x, weights, sums)
     if kind in ("bfloat16", "dpbusd"):
         return called(builder, INSTRUCTIONS[kind], sums.type, sums, x, weights)
-    parts = []
-    for part, of_x, side in zip(*(halves(builder, value) for value in (sums, x, weights)), strict=True):
-        if kind == "signs":
-            parts.append(_add_signed(builder, part, of_x, side))
-        else:
-            parts.append(called(builder, INSTRUCTIONS[kind], part.type, part, of_x, side))
+    parts = [
+        _add_signed(builder, *three) if kind == "signs" else called(builder, INSTRUCTIONS[kind], three[0].type, *three)
+        for three in zip(*(halves(builder, value) for value in (sums, x, weights)), strict=True)
+    ]
     return builder.shuffle_vector(*parts, ir.Constant(WHOLES, [*range(LANES)]))
 
 
@@ -443,11 +437,8 @@ def _tile(kind: str, rows: int, ahead: int = 0) -> Any:
 def prefetch(builder: Any, address: Any, cache: int = 1) -> None:
     """Prefetch the cache line at an address for reading, into the first or the second cache. The address need not be
     valid."""
-    kind = I8.as_pointer()
-    asked = ir.FunctionType(ir.VoidType(), [kind, I32, I32, I32])
-    instruction = cgutils.get_or_insert_function(builder.module, asked, "llvm.prefetch.p0i8")
     read, locality, data = (ir.Constant(I32, what) for what in (0, 4 - cache, 1))
-    builder.call(instruction, (builder.inttoptr(address, kind), read, locality, data))
+    called(builder, "llvm.prefetch.p0i8", ir.VoidType(), pointer(builder, address, I8), read, locality, data)
 
 
 def _plus(builder: Any, address: Any, distance: int) -> Any:
