@@ -1,0 +1,94 @@
+"""Weights as quantised files store them: levels of a few bits, and scales for groups of inputs.
+
+A file's weight stays mapped. Products are packed from it without a second rounding where it has four bits
+(`fourbit`), and from its rows in float32 (`dequantize`) otherwise.
+
+Letters: o outputs, i input channels, g groups of inputs, r rows.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+GROUP = 32  # inputs that share a scale where products are computed in four bits
+
+
+@dataclass(frozen=True, slots=True)
+class FourBit:
+    """A weight in four bits: weight [o, i] = scale * level + offset of its group of GROUP inputs.
+
+    Attributes:
+        words: [o, i / 8] int32. Byte k of word l has the level of input 8 l + k in its lower half, and that of input
+            8 l + 4 + k in its upper half.
+        scales, offsets: [o, g] float32.
+        table: [16] uint8, the number that each level stands for; None: the level itself.
+        order: [i] int64, the input channels in the order of the words; None: ascending.
+    """
+
+    words: Tensor
+    scales: Tensor
+    offsets: Tensor
+    table: Tensor | None = None
+    order: Tensor | None = None
+
+    def take(self, rows: Tensor | slice) -> FourBit:
+        """Return these outputs alone."""
+        return replace(self, words=self.words[rows], scales=self.scales[rows], offsets=self.offsets[rows])
+
+
+class QuantizedWeight(ABC):
+    """A weight [o, i] in a quantised file.
+
+    Attributes:
+        name: of the tensor, for messages.
+        shape: [o, i].
+    """
+
+    def __init__(self, name: str, shape: Sequence[int]) -> None:
+        self.name, self.shape = name, torch.Size(shape)
+
+    @abstractmethod
+    def dequantize(self, rows: Tensor | slice = slice(None)) -> Tensor:
+        """Return some rows [r, i] in float32, as the format defines them. rows: indices [r] int64, or a slice."""
+
+    @abstractmethod
+    def fourbit(self) -> FourBit | None:
+        """Return the weight in four bits; None where the format has more, or groups that four bits cannot have."""
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def numel(self) -> int:
+        return self.shape[0] * self.shape[1]
+
+    def to(self, device: torch.device | None = None, dtype: torch.dtype | None = None) -> QuantizedWeight | Tensor:
+        """Return the weight dequantised in a dtype; itself where no dtype is asked for."""
+        return self if dtype is None else self.dequantize().to(device, dtype)
+
+    def take(self, rows: Tensor) -> QuantizedWeight:
+        """Return these outputs [r] int64 alone, in this order."""
+        return _Rows(self, rows)
+
+    def split(self, sizes: Sequence[int]) -> list[QuantizedWeight]:
+        """Return parts of the outputs, as torch's `split` does."""
+        return [self.take(rows) for rows in torch.arange(len(self)).split([*sizes])]
+
+
+class _Rows(QuantizedWeight):
+    """Some rows of a weight."""
+
+    def __init__(self, whole: QuantizedWeight, rows: Tensor) -> None:
+        super().__init__(whole.name, (len(rows), whole.shape[1]))
+        self._whole, self._rows = whole, rows
+
+    def dequantize(self, rows: Tensor | slice = slice(None)) -> Tensor:
+        return self._whole.dequantize(self._rows[rows])
+
+    def fourbit(self) -> FourBit | None:
+        whole = self._whole.fourbit()
+        return None if whole is None else whole.take(self._rows)
