@@ -248,7 +248,7 @@ def _packed_bytes(checkpoint: Checkpoint) -> int:
         halves = config.get("dtype", config.get("torch_dtype")) in ("bfloat16", "float16")
     except (OSError, ValueError, AttributeError, RecursionError):  # a GGUF file, or what the load will report
         return 0
-    if spec.quantize is not None:
+    if spec.quantizes:
         return size // (2 if spec.quantize == "int8" else 4) if current() >= Processor.AVX2 else 0
     if not Processor.AVX2 <= current() < Processor.AMX:  # with matrix units bfloat16 stays in its file
         return 0

@@ -303,6 +303,12 @@ class EngineInfo:
     chat: bool = False
     reasoning: bool = False
 
+    @property
+    def quantize(self) -> str | None:
+        """The form of the target's quantised weights, such as int8 or gguf-q4_k; None where they are plain."""
+        form, plus, _ = self.dtype.partition("+")
+        return form if plus else None
+
 
 MOST_FAILED = 256  # requests that cannot be decoded, of those read at a time, before their results go out
 

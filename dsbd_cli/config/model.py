@@ -10,7 +10,7 @@ from dsbd_cli.errors import UsageError
 
 OnTooLong = Literal["error", "truncate-left"]
 Numerics = Literal["invariant", "fast"]
-Quantize = Literal["int8", "int4"]
+Quantize = Literal["int8", "int4", "none"]
 TokenizerOf = Literal["base"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -38,7 +38,8 @@ class ModelSpec:
             text cannot depend on the draft or the batch; `fast` saves that work.
         tensor_parallel: for a target. Processes, each with a GPU where there are any, that share every layer.
         kernels: on a GPU, layers whose small operations are known run as kernels; False: as transformers has them.
-        quantize: `int8` or `int4`: linear layers are made so at load, on the CPU.
+        quantize: `int8` or `int4`: linear layers are made so at load, on the CPU. `none`: a quantised file is
+            dequantised. None: weights stay as the file has them.
         adapters: folders or hub ids of peft adapters, merged at load after those that `source` names.
         tokenizer: `base`: the tokenizer and the chat template are the model's own, whatever its adapters bring. None:
             those of the last adapter that brings some.
@@ -66,14 +67,19 @@ class ModelSpec:
         require(self.dtype in DTYPES, f"{self.role} dtype", self.dtype, f"one of {', '.join(DTYPES)}")
         if self.device_map is not None and self.device != "auto":
             raise UsageError("device and device_map cannot be used together: give one of them")
-        if self.quantize is not None and self.device_map is not None:
+        if self.quantizes and self.device_map is not None:
             refuse(
                 "quantize", self.quantize, f"device_map is {self.device_map!r}: {self.quantize} runs on the CPU only"
             )
-        if self.quantize is not None and self.dtype == "float16":
+        if self.quantizes and self.dtype == "float16":
             refuse("quantize", self.quantize, "dtype is float16, which kernels cannot read: use bfloat16 or float32")
-        if self.quantize is not None and self.tensor_parallel > 1:
+        if self.quantizes and self.tensor_parallel > 1:
             refuse("quantize", self.quantize, f"tensor_parallel is {self.tensor_parallel}: drop one of them")
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether plain weights are quantised at load."""
+        return self.quantize not in (None, "none")
 
     @property
     def in_target(self) -> bool:

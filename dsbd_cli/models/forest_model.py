@@ -23,6 +23,7 @@ from dsbd_cli.models.attention.metadata import AttentionMetadata, Reading
 from dsbd_cli.models.kv_cache import KVCache, PlaneLayout
 from dsbd_cli.models.tokenizer import HFCodec
 from dsbd_cli.ops.interface import Ops
+from dsbd_cli.ops.quantized_weight import QuantizedWeight
 
 CALIBRATION = 2, 64  # sequences and their tokens
 NOT_COPIED = "prompts that begin alike are each read whole: a copied beginning would change bits here"
@@ -43,9 +44,10 @@ class ModelSize:
     flops_per_node: int
 
 
-def address(tensor: Tensor) -> int:
-    """Return a number that identifies the memory of a tensor. Weights that torch has packed have no address."""
-    return id(tensor) if tensor.is_mkldnn else tensor.data_ptr()
+def address(weight: Tensor | QuantizedWeight) -> int:
+    """Return a number that identifies the memory of a weight. Those that torch has packed, and those of a quantised
+    file, have no address."""
+    return id(weight) if isinstance(weight, QuantizedWeight) or weight.is_mkldnn else weight.data_ptr()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,7 @@ class BaseForestModel:
         invariant: whether `prompt_slots` keeps its promise on this machine (checks/invariance.py).
         varies: the reason why it does not.
         attention: the attention kernel of a GPU; None without one.
+        stored_form: name of the form of a quantised file's weights, where products read them as they are.
     """
 
     def __init__(
@@ -123,6 +126,7 @@ class BaseForestModel:
         self.invariant = False
         self.varies: str | None = None
         self.attention: Callable[..., Tensor | None] | None = None
+        self.stored_form: str | None = None
         self._load_stock = load_stock
         self._stock: Any = None
         self._device, self._cache = device, cache
@@ -169,7 +173,7 @@ class BaseForestModel:
         raise NotImplementedError
 
     @property
-    def embeddings(self) -> Tensor:
+    def embeddings(self) -> Any:
         """Embedding table [V, H]."""
         raise NotImplementedError
 

@@ -25,11 +25,26 @@ from dsbd_cli.models.checkpoints.checkpoint import Checkpoint, quiet
 from dsbd_cli.models.checkpoints.generation import CheckpointSettings, checkpoint_rules, positions_of
 from dsbd_cli.models.checkpoints.hub import ADAPTER_CONFIG
 from dsbd_cli.models.checkpoints.lm_head import read_trimmed_lm_head, trimmed_target
-from dsbd_cli.models.checkpoints.loader import check_quantize, device_of, dtype_of, import_decoder_code, load_network
+from dsbd_cli.models.checkpoints.loader import (
+    check_quantize,
+    device_of,
+    dtype_of,
+    import_decoder_code,
+    load_network,
+    load_part,
+)
 from dsbd_cli.models.checkpoints.registry import parts_of
 from dsbd_cli.models.decoder.config import DecoderConfig
 from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
-from dsbd_cli.models.decoder.load import DecoderParts, build_decoder, decoder_config_or_reason, differs, pack
+from dsbd_cli.models.decoder.load import (
+    DecoderParts,
+    build_decoder,
+    decoder_config_or_reason,
+    differs,
+    first_part,
+    layers_of_each_kind,
+    pack,
+)
 from dsbd_cli.models.forest_model import BaseForestModel, Loaded, LoadReport, SelfTestReport, unsupported
 from dsbd_cli.models.stored_tokenizer import store, stored
 from dsbd_cli.models.tokenizer import AheadCodec, HFCodec, bytes_of_tokens
@@ -38,6 +53,7 @@ from dsbd_cli.ops.ahead import end_touching
 from dsbd_cli.ops.select import GPU_LAYERS, ops_for
 
 LAYERS_CHECKED = 4  # layers of each kind that are checked: the others are the same operations
+TOKENS_CHECKED = 4096  # of a quantised file's vocabulary
 LARGE_BYTES = 64 << 20  # loading smaller weights is too quick to be logged
 
 _logger = logging.getLogger(__name__)
@@ -97,7 +113,7 @@ class _Description:
 
     Attributes:
         dtype: the dtype that it computes in, None where transformers decides.
-        plain: the weights are safetensors files that hold what a forward computes with.
+        plain: the files hold what a forward computes with, plain or in a quantised form that is read here.
         settings: those of the config, without generation settings.
         recalled: an earlier load has kept these facts, so transformers' config was not read.
         tokenizer: the facts that an earlier load has stored of the tokenizer; None without them.
@@ -118,7 +134,7 @@ def _described(checkpoint: Checkpoint) -> _Description | str:
     if isinstance(decoder_config, str):
         return decoder_config
     check_quantize(checkpoint, config)
-    plain, dtype = checkpoint.plain, dtype_of(checkpoint, config)
+    plain, dtype = checkpoint.direct, dtype_of(checkpoint, config)
     if dtype == "auto":  # where no dtype of ours is named, transformers finds one
         plain = plain and config.dtype in LIMITS
         dtype = config.dtype if plain else None
@@ -246,7 +262,11 @@ class _DecoderLoad:
 
     def _stock(self) -> Any:
         """Return transformers' model of the checkpoint."""
-        return load_network(self._checkpoint.like(quantize=None), self._checkpoint.config)
+        checkpoint, of = self._checkpoint, self._description
+        if checkpoint.gguf is None and checkpoint.stored_form is not None and of.plain:
+            assert of.dtype is not None
+            return load_part(checkpoint, of.dtype, of.decoder_config.layers, of.decoder_config.vocabulary)
+        return load_network(checkpoint.like(quantize=None), checkpoint.config)
 
     def _attempts(self) -> list[frozenset[str]]:
         """Return the sets of GPU kernels to try, the best one first: the set that served an earlier load, where one is
@@ -271,7 +291,7 @@ class _DecoderLoad:
             model.attention = _attention(model, exact=True)
         try:
             if self._kept is not None:
-                pack(model, self._checkpoint.spec, self._kept.get("outliers"))
+                pack(model, self._checkpoint.spec, self._kept.get("outliers"), self._checkpoint.stored_form)
                 tested, verdict = self._kept["tested"], Verdict(self._kept["varies"], self._kept["copies"])
             else:
                 results = self._checked(model, kernels)
@@ -289,14 +309,16 @@ class _DecoderLoad:
 
     def _checked(self, model: DecoderForestModel, kernels: frozenset[str]) -> dict[str, Any] | str:
         """Pack a model's weights and check it. Return the results, or the reason why the model cannot serve."""
+        if self._description.plain and self._checkpoint.stored_form is not None:
+            return self._checked_by_part(model)
         spec, tested, outliers = self._checkpoint.spec, None, None
-        packed_first = self._network is None and spec.quantize is None
+        packed_first = self._network is None and not spec.quantizes
         if packed_first:
             pack(model, spec, None)
         # imported behind the packing: meanwhile the second thread imports the modules of transformers that it needs
         from dsbd_cli.models.checks.selftest import self_test
 
-        if spec.quantize is not None:  # whose limits are those of the checkpoint's own rounding
+        if spec.quantizes:  # whose limits are those of the checkpoint's own rounding
             tested = self_test(self._checked_layers(model))
         theirs, self._network = self._network or self._stock(), None
         with unsupported(model.architecture):  # settings with which neither of the two can run
@@ -312,6 +334,32 @@ class _DecoderLoad:
         verdict = _verdict(self._checked_layers(model)) if self._asked_invariant else Verdict(verdicts.UNASKED)
         if verdict.varies is not None and "linear" in kernels:
             return verdict.varies
+        errors = [tested.median_error, tested.largest_error, tested.limit]
+        return {"varies": verdict.varies, "copies": verdict.copies, "outliers": outliers, "tested": errors}
+
+    def _checked_by_part(self, model: DecoderForestModel) -> dict[str, Any] | str:
+        """Do what `_checked` does with a model of a quantised file.
+
+        Plain weights of all layers would fill the memory, and reading them takes transformers a minute. So the first
+        layers, over the first tokens, are compared and tested with plain weights.
+        """
+        spec, part_config = self._checkpoint.spec, self._description.decoder_config
+        layers = part_config.layers if self._whole else layers_of_each_kind(part_config, LAYERS_CHECKED)
+        vocabulary = part_config.vocabulary if self._whole else min(TOKENS_CHECKED, part_config.vocabulary)
+        from dsbd_cli.models.checks.selftest import self_test
+
+        part = build_decoder(first_part(self._parts(), layers, vocabulary), self._stock, frozenset())
+        pack(part, replace(spec, quantize="none"), None)
+        theirs = load_part(self._checkpoint, part.weights_dtype, layers, vocabulary)
+        with unsupported(model.architecture):
+            reason = differs(part, theirs)
+        del theirs
+        if reason is not None:
+            return reason
+        tested = self_test(part)
+        del part
+        outliers = pack(model, spec, None, self._checkpoint.stored_form)
+        verdict = _verdict(self._checked_layers(model)) if self._asked_invariant else Verdict(verdicts.UNASKED)
         errors = [tested.median_error, tested.largest_error, tested.limit]
         return {"varies": verdict.varies, "copies": verdict.copies, "outliers": outliers, "tested": errors}
 

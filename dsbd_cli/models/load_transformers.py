@@ -38,8 +38,8 @@ def load_transformers(checkpoint: Checkpoint) -> Loaded:
         forest = _forest(checkpoint, model, ranks)
         forest.keep_recurrent_states_in(torch.float64 if wanted else torch.float32)
         tested = self_test(forest)
-        if spec.quantize is not None:  # after the test, whose limits are those of the checkpoint's own rounding
-            _quantize(forest, checkpoint, spec.quantize)
+        if spec.quantizes:  # after the test, whose limits are those of the checkpoint's own rounding
+            _quantize(forest, checkpoint, str(spec.quantize))
         verdict = check(forest) if wanted else Verdict(verdicts.UNASKED)
         notes = forest.trust(verdict.varies, verdict.copies)
         if not forest.invariant:
@@ -66,8 +66,8 @@ def _forest(checkpoint: Checkpoint, model: Any, ranks: Ranks | None) -> CausalFo
         return ShardedForestModel(model, spec.source, ranks)
     has_encoder = bool(getattr(model.config, "is_encoder_decoder", False))
     digest = encoder_digest(model) if has_encoder else None  # of plain weights
-    packed = _on_cpu(model) and spec.quantize is None and pack(model) > 0
-    stock = (lambda: load_network(checkpoint)) if packed or spec.quantize else None
+    packed = _on_cpu(model) and not spec.quantizes and pack(model) > 0
+    stock = (lambda: load_network(checkpoint)) if packed or spec.quantizes else None
     if has_encoder:
         return Seq2SeqForestModel(model, spec.source, stock, digest)
     return CausalForestModel(model, spec.source, stock)

@@ -22,7 +22,7 @@ class LoadedPair:
 
     Attributes:
         target_dtype: torch's name without prefix: float32, bfloat16, float16; `int8+bfloat16` where linear layers are
-            int8 and the rest is bfloat16, and `int4+bfloat16` alike.
+            int8 and the rest is bfloat16, and `int4+bfloat16` or `gguf-q4_k+bfloat16` alike.
         draft_dtype: the same, None without a draft.
         differences: differences that do not matter for the result, for the user to read.
         notes: what the user should know: generation settings that are not applied, kernels of layers that are left out.
@@ -100,5 +100,6 @@ def _check_kinds(target: BaseForestModel, draft: BaseForestModel, *, bridged: bo
 
 
 def _dtype_name(checkpoint: Checkpoint, model: BaseForestModel) -> str:
-    name, quantized = str(model.weights_dtype).removeprefix("torch."), checkpoint.spec.quantize
-    return name if quantized is None else f"{quantized}+{name}"
+    spec, name = checkpoint.spec, str(model.weights_dtype).removeprefix("torch.")
+    form = spec.quantize if spec.quantizes else model.stored_form
+    return name if form is None else f"{form}+{name}"

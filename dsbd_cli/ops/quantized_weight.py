@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 GROUP = 32  # inputs that share a scale where products are computed in four bits
+AT_ONCE = 1 << 22  # weights that are dequantised at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +37,30 @@ class FourBit:
     table: Tensor | None = None
     order: Tensor | None = None
 
+    @property
+    def shape(self) -> torch.Size:
+        """[o, i]."""
+        return torch.Size((len(self.words), self.words.shape[1] * 8))
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    def like(self, other: FourBit) -> bool:
+        """Return whether both have the same table and the same order of inputs, so that one product can have both."""
+        pairs = (self.table, other.table), (self.order, other.order)
+        return all(mine is theirs or (mine is not None and theirs is not None and torch.equal(mine, theirs))
+                   for mine, theirs in pairs)  # fmt: skip
+
     def take(self, rows: Tensor | slice) -> FourBit:
         """Return these outputs alone."""
         return replace(self, words=self.words[rows], scales=self.scales[rows], offsets=self.offsets[rows])
+
+    def columns(self, positions: Tensor) -> Tensor:
+        """Return columns [o, k] float32 of the weight. positions [k] int64: in the order of the words."""
+        within = positions % 8
+        levels = (self.words[:, positions // 8] >> (within % 4 * 8 + within // 4 * 4)) & 0xF
+        numbers = levels.float() if self.table is None else self.table.float()[levels]
+        return self.scales[:, positions // GROUP] * numbers + self.offsets[:, positions // GROUP]
 
 
 class QuantizedWeight(ABC):
@@ -47,7 +69,10 @@ class QuantizedWeight(ABC):
     Attributes:
         name: of the tensor, for messages.
         shape: [o, i].
+        nbytes: memory of its own, beside the mapped file.
     """
+
+    device, nbytes = torch.device("cpu"), 0
 
     def __init__(self, name: str, shape: Sequence[int]) -> None:
         self.name, self.shape = name, torch.Size(shape)
@@ -60,6 +85,9 @@ class QuantizedWeight(ABC):
     def fourbit(self) -> FourBit | None:
         """Return the weight in four bits; None where the format has more, or groups that four bits cannot have."""
 
+    def check(self) -> None:
+        """Raise ModelError where a scale is NaN or infinite."""
+
     def __len__(self) -> int:
         return self.shape[0]
 
@@ -67,12 +95,24 @@ class QuantizedWeight(ABC):
         return self.shape[0] * self.shape[1]
 
     def to(self, device: torch.device | None = None, dtype: torch.dtype | None = None) -> QuantizedWeight | Tensor:
-        """Return the weight dequantised in a dtype; itself where no dtype is asked for."""
-        return self if dtype is None else self.dequantize().to(device, dtype)
+        """Return the weight dequantised in a dtype, on a device; itself where no dtype is asked for."""
+        return self if dtype is None else self.plain(dtype, device)
+
+    def plain(self, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+        """Return the weight dequantised, [o, i]. Some rows at a time lie in memory in float32, too."""
+        made = torch.empty(self.shape, dtype=dtype, device=device)
+        step = max(1, AT_ONCE // self.shape[1])
+        for first in range(0, len(self), step):
+            made[first : first + step] = self.dequantize(slice(first, first + step))
+        return made
 
     def take(self, rows: Tensor) -> QuantizedWeight:
         """Return these outputs [r] int64 alone, in this order."""
         return _Rows(self, rows)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return rows [..., i] float32. ids: [...] int64."""
+        return self.dequantize(ids.flatten()).view(*ids.shape, -1)
 
     def split(self, sizes: Sequence[int]) -> list[QuantizedWeight]:
         """Return parts of the outputs, as torch's `split` does."""
@@ -85,6 +125,9 @@ class _Rows(QuantizedWeight):
     def __init__(self, whole: QuantizedWeight, rows: Tensor) -> None:
         super().__init__(whole.name, (len(rows), whole.shape[1]))
         self._whole, self._rows = whole, rows
+
+    def check(self) -> None:
+        self._whole.check()
 
     def dequantize(self, rows: Tensor | slice = slice(None)) -> Tensor:
         return self._whole.dequantize(self._rows[rows])

@@ -30,6 +30,7 @@ from dsbd_cli.ops.cpu import (
 from dsbd_cli.ops.cpu.runtime import FLOATS, compile_beside, may_use_matrix_units, team, unloadable
 from dsbd_cli.ops.interface import Backend, Linear, OpChoice, Ops, RowsLinear
 from dsbd_cli.ops.processor import ON_ARM, Processor, current
+from dsbd_cli.ops.quantized_weight import QuantizedWeight
 from dsbd_cli.ops.triton import available
 from dsbd_cli.ops.triton.trial import faults
 
@@ -282,11 +283,31 @@ def quantized_linear(
     return int8.Int8Product(weights, biases, outliers, kernel.op, packed_linear)
 
 
-def quantize_missing(weight_format: str) -> str | None:
+def stored_linear(
+    weights: Sequence[QuantizedWeight], biases: Sequence[Tensor | None], outliers: Tensor, dtype: torch.dtype
+) -> int8.Int8Product:
+    """Return layers of a quantised file as one product: in four bits if all of them have no more, else in int8. The
+    input channels `outliers` [k] are not quantized.
+
+    weights: [o, i] of each layer. biases: [o] or None of each layer. dtype: of inputs and results. Raises ModelError
+    where scales are NaN or infinite.
+    """
+    for weight in weights:
+        weight.check()
+    stored = [weight.fourbit() for weight in weights]
+    fourbit = [form for form in stored if form is not None]
+    alike = len(fourbit) == len(stored) and all(form.like(fourbit[0]) for form in fourbit)
+    kernel, reason = choose("linear", dtype, "int4" if alike else "int8")
+    assert kernel is not None, reason
+    sources = fourbit if alike else [weight.plain(torch.float32) for weight in weights]
+    return int8.Int8Product(sources, biases, outliers, kernel.op, packed_linear, dtype)
+
+
+def quantize_missing(weight_format: str, dtype: torch.dtype = torch.float32) -> str | None:
     """Return why there are no exact products in int8, or none in int4, on this processor and with this build of torch;
-    None where there are."""
+    None where there are. dtype: of inputs and results."""
     for weights in dict.fromkeys((weight_format, "int8")):  # int4 leaves some layers to int8
-        kernel, reason = choose("linear", torch.float32, weights)
+        kernel, reason = choose("linear", dtype, weights)
         if kernel is None:
             return reason
     return None

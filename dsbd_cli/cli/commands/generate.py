@@ -409,7 +409,7 @@ class _GenerateRun:
         if info is not None:
             for line in info.notes:
                 self.reporter.warn(line)
-            self._method = replace(self._method, threads=info.threads)
+            self._method = replace(self._method, threads=info.threads, quantize=info.quantize)
             self._has_template = info.chat
             check_chat(self._files.chat, info)
             check_reasoning(self._settings.rows.sampling.reasoning, info)

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 import orjson
 
 from dsbd_cli.config.method import MethodConfig
-from dsbd_cli.config.model import Quantize
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.config.variant import Exactness
 from dsbd_cli.config.variants import MIN_WIDTH, RULES, WIDTH_THRESHOLD
@@ -44,7 +43,7 @@ class MethodRecord:
     target: str
     draft: str | None
     created: int = 0  # Unix time at which the run began, in seconds; the same when it is resumed
-    quantize: Quantize | None = None
+    quantize: str | None = None  # form of the target's weights, once it is loaded; None: plain
     exactness: Exactness | None = None  # of this run, once the target is loaded; None: the method's
     threads: int | None = None  # of the processor, once the target is loaded; a resumed run may have another number
     carried: tuple[CarriedColumn, ...] = ()

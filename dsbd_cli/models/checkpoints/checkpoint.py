@@ -29,12 +29,12 @@ from dsbd_cli.models.checkpoints.hub import ADAPTER_CONFIG, cached_folder, folde
 from dsbd_cli.models.checkpoints.registry import Location, expanded, hub_location, parts_of, resolve
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
+    from dsbd_cli.models.checkpoints.gguf import GgufFile
+    from dsbd_cli.models.checkpoints.quantized import Quantization
     from dsbd_cli.models.tokenizer import HFCodec
 
-Tensors = Mapping[str, Callable[[], "Tensor"]]
-"""For the name of each tensor of a checkpoint, a function that reads the tensor."""
+Tensors = Mapping[str, Callable[[], Any]]
+"""For the name of each tensor of a checkpoint, a function that reads the tensor, or a QuantizedWeight."""
 
 MOST_IDS = 1 << 24  # of a vocabulary; those of known models have less than a million
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -118,6 +118,44 @@ class Checkpoint:
         )
 
     @property
+    def direct(self) -> bool:
+        """Whether the files hold the tensors of a forward, plain or in a quantised form that is read here."""
+        if self.adapters:
+            return False
+        if self.gguf is not None:
+            return self.gguf.reads(self.config.model_type)
+        return self.plain or self.stored_form is not None
+
+    @cached_property
+    def gguf(self) -> GgufFile | None:
+        """The GGUF file with all its parts, which are checked; None for other checkpoints. Raises ModelError."""
+        from dsbd_cli.models.checkpoints.gguf import GgufFile
+
+        return GgufFile.open(self.path, self.name) if self.is_gguf else None
+
+    @cached_property
+    def quantization(self) -> Quantization | str | None:
+        """How the weights of safetensors files were quantised, or the reason why they are not read here; None for plain
+        weights and GGUF."""
+        from dsbd_cli.models.checkpoints.quantized import quantization_of
+
+        try:
+            settings = json.loads(_text(self.path / "config.json"))
+            text = settings.get("text_config") or {}
+            named = settings.get("quantization_config") or text.get("quantization_config")
+        except (ValueError, AttributeError, RecursionError):  # GGUF, or what reading the config will report
+            return None
+        return quantization_of(SimpleNamespace(quantization_config=named))
+
+    @property
+    def stored_form(self) -> str | None:
+        """Name of the form in which the files hold quantised weights that are read here: gptq, awq, compressed-tensors,
+        or gguf-q4_k and other types of GGUF. None: plain weights, or a form that is not read."""
+        if self.gguf is not None:
+            return self.gguf.form
+        return None if self.quantization is None or isinstance(self.quantization, str) else self.quantization.method
+
+    @property
     def from_mamba_ssm(self) -> bool:
         """Whether the package mamba_ssm has written it."""
         from dsbd_cli.models.checkpoints.mamba_ssm import stored_config
@@ -141,11 +179,19 @@ class Checkpoint:
 
     @property
     def tensors(self) -> Tensors:
-        """The tensors of safetensors files. The files are open as long as the mapping is held. Raises ModelError."""
+        """The tensors of safetensors files, or of a GGUF file under transformers' names. The files are open as long as
+        the mapping is held. Raises ModelError."""
         from safetensors import SafetensorError
 
+        if self.gguf is not None:
+            return self.gguf.decoder_tensors
         try:
-            return read_tensors(self.path)
+            tensors = read_tensors(self.path)
+            if self.stored_form is not None:
+                from dsbd_cli.models.checkpoints.quantized import quantized_tensors
+
+                return quantized_tensors(tensors, self.quantization, self.name)
+            return tensors
         except (OSError, SafetensorError, ValueError, KeyError) as error:
             raise ModelError(f"{self.name} cannot be loaded: {one_line(error)}") from error
 
@@ -337,7 +383,7 @@ def read_tensors(folder: Path) -> Tensors:
         files = [folder / name for name in names]
     else:
         files = sorted(folder.glob("model*.safetensors"))
-    tensors: dict[str, Callable[[], Tensor]] = {}
+    tensors: dict[str, Callable[[], Any]] = {}
     for path in files:
         file = safe_open(path, "pt")
         tensors.update({name: partial(file.get_tensor, name) for name in file.keys()})  # noqa: SIM118

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib.util
 import io
 import json
@@ -21,6 +22,7 @@ from dsbd_cli.models.checkpoints.gguf_parts import reading_parts
 from dsbd_cli.models.checkpoints.linearised import unread
 from dsbd_cli.models.checkpoints.lm_head import install, lm_head_keys, read_trimmed_lm_head
 from dsbd_cli.models.checkpoints.mamba_ssm import KEY_MAPPING
+from dsbd_cli.models.checkpoints.quantized import stock_part
 from dsbd_cli.ops.interface import LEAST_WEIGHTS
 from dsbd_cli.ops.select import packing_works, quantize_missing
 
@@ -59,6 +61,26 @@ def load_network(checkpoint: Checkpoint, config: Any = None, kind: Any = None, *
     model.eval()
     model.requires_grad_(False)
     return model
+
+
+def load_part(checkpoint: Checkpoint, dtype: torch.dtype, layers: int, vocabulary: int) -> Any:
+    """Return transformers' model of the first layers of a quantised decoder, over the first tokens, with plain weights.
+
+    transformers reads a GGUF file by itself, so that its reading and ours are compared. Weights of other forms are
+    dequantised by our readers. Raises ModelError.
+    """
+    config = copy.deepcopy(checkpoint.config)
+    text = config.get_text_config(decoder=True)
+    text.num_hidden_layers, text.vocab_size = layers, vocabulary
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:layers]
+    if text.pad_token_id is not None and text.pad_token_id >= vocabulary:
+        text.pad_token_id = None  # embeddings refuse it
+    if checkpoint.gguf is not None:
+        return load_network(checkpoint.like(quantize=None), config)
+    config.quantization_config = None
+    with quiet():
+        return stock_part(config, checkpoint.tensors, dtype, layers, vocabulary)
 
 
 def import_decoder_code(config: Any) -> None:
@@ -179,15 +201,18 @@ def load_preprocessor(checkpoint: Checkpoint, *, pictures: bool) -> Any:
 
 
 def check_quantize(checkpoint: Checkpoint, config: Any) -> None:
-    """Raise UsageError where int8 or int4 is asked for and not possible: they need plain weights on the CPU."""
+    """Raise UsageError where int8 or int4 is asked for and not possible: they run on the CPU. So, too, where `none` is
+    asked for of a target that is not quantised."""
     spec = checkpoint.spec
-    if spec.quantize is None:
+    if spec.quantize == "none" and spec.role == "target" and checkpoint.stored_form is None:
+        raise _unquantizable(spec, f"{checkpoint.name} is not quantised, or not in a form that is read here: drop it")
+    if not spec.quantizes:
         return
     if spec.device_map is not None or device_of(spec).type != "cpu":
         reason: str | None = (
             f"{spec.quantize} runs on the CPU only: drop it, or place the {spec.role} there (--device cpu)"
         )
-    elif getattr(config, "quantization_config", None) is not None:
+    elif getattr(config, "quantization_config", None) is not None and not checkpoint.direct:
         reason = f"{checkpoint.name} is quantised already: drop it"
     else:
         reason = quantize_missing(spec.quantize)  # last: it may have to compile kernels
@@ -246,7 +271,8 @@ def dtype_of(checkpoint: Checkpoint, config: Any) -> Any:
     spec = checkpoint.spec
     if spec.dtype != "auto":
         return _DTYPES[spec.dtype]
-    if getattr(config, "quantization_config", None) is not None:
+    direct = checkpoint.direct and checkpoint.stored_form is not None
+    if getattr(config, "quantization_config", None) is not None and not direct:
         return "auto"
     stored = getattr(config.get_text_config(decoder=True), "dtype", None)
     if stored in (torch.float64, "float64"):  # nothing here computes in it
@@ -255,7 +281,7 @@ def dtype_of(checkpoint: Checkpoint, config: Any) -> Any:
     named = set(places.values()) if isinstance(places, dict) else {places}
     if not named <= {"cpu", "disk"} and torch.cuda.is_available():
         return "auto"
-    if checkpoint.is_gguf:  # its blocks of four to eight bits are no finer than bfloat16
+    if checkpoint.is_gguf or direct:  # its levels of four to eight bits are no finer than bfloat16
         large, stored = checkpoint.weight_bytes > SMALL_BYTES // 4, torch.bfloat16
     else:
         large = checkpoint.weight_bytes > SMALL_BYTES

@@ -159,7 +159,7 @@ class DecoderForestModel(BaseForestModel):
         linears = [linear for layer in weights.layers for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)]
         held = [weight for linear in (*linears, weights.lm_head) for weight in linear.weights]
         table = weights.table
-        shared = any(address(weight) == table.data_ptr() for weight in held)
+        shared = any(address(weight) == address(table) for weight in held)
         read = sum(weight.nbytes for weight in held)
         inputs = (config.hidden, config.heads * config.head_dim, config.hidden, config.inner) * config.layers
         count = sum(sum(linear.parts) * wide for linear, wide in zip(linears, inputs, strict=True))

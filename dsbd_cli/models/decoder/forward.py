@@ -21,6 +21,7 @@ from dsbd_cli.models.decoder.own_rows import OwnRows
 from dsbd_cli.models.decoder.weights import DecoderWeights, LayerWeights, PlainLinear
 from dsbd_cli.ops import recording
 from dsbd_cli.ops.interface import Ops
+from dsbd_cli.ops.quantized_weight import QuantizedWeight
 from dsbd_cli.ops.reference import Norm
 
 
@@ -56,11 +57,14 @@ class Decoder:
             for number, layer in enumerate(weights.layers)
             for name, _ in layer.linears
         ]
-        return [*products, ("lm_head", weights, "lm_head")] if isinstance(weights.lm_head, PlainLinear) else products
+        # first the largest, so that packing it, which takes memory for a while, finds the most memory free
+        return [("lm_head", weights, "lm_head"), *products] if isinstance(weights.lm_head, PlainLinear) else products
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return embeddings [R, n, H] of tokens [R, n]."""
-        embedded = torch.nn.functional.embedding(tokens, self.weights.table).to(self.weights.dtype)
+        table = self.weights.table
+        rows = table.rows(tokens) if isinstance(table, QuantizedWeight) else torch.nn.functional.embedding(tokens, table)
+        embedded = rows.to(self.weights.dtype)
         return embedded if self.config.embedding_scale == 1 else embedded * self._embedding_scale
 
     def layers(

@@ -7,7 +7,8 @@ own model of the same folder. What was found is kept (verdicts.py).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,8 @@ from dsbd_cli.models.decoder.pack import find_outliers, pack_decoder, quantize_d
 from dsbd_cli.models.decoder.weights import read_weights
 from dsbd_cli.models.forest_model import calibration_tokens
 from dsbd_cli.ops.interface import Ops
-from dsbd_cli.ops.select import DECODER, ops_for
+from dsbd_cli.ops.quantized_weight import QuantizedWeight
+from dsbd_cli.ops.select import DECODER, ops_for, quantize_missing
 
 TOKENS = 24  # of a text that is compared with transformers
 SEED = 20  # of its random tokens
@@ -112,15 +114,17 @@ def differs(model: DecoderForestModel, theirs: Any) -> str | None:
 
 
 def pack(
-    model: DecoderForestModel, spec: ModelSpec, outliers: dict[str, list[int]] | None
+    model: DecoderForestModel, spec: ModelSpec, outliers: dict[str, list[int]] | None, stored_form: str | None = None
 ) -> dict[str, list[int]] | None:
     """Pack the weights, or quantize them. outliers: channels that an earlier load has found, by product; None:
-    find them.
+    find them. stored_form: name of the form of a quantised file's weights.
 
     Returns the outliers, None where nothing is quantized. Raises UsageError where no product is large enough.
     """
-    decoder = model.decoder
-    if spec.quantize is None:
+    decoder, weight_format = model.decoder, spec.quantize
+    model.stored_form = stored_form if weight_format is None and runs_as_stored(decoder, model.device) else None
+    if weight_format == "none" or (weight_format is None and model.stored_form is None):
+        decoder.weights.dequantize()
         pack_decoder(decoder, model.device)
         model.forget_programs()
         return None
@@ -129,10 +133,48 @@ def pack(
         channels = find_outliers(decoder, lambda: model.plain(tokens))
     else:
         channels = {name: torch.tensor(numbers) for name, numbers in outliers.items()}
-    if not quantize_decoder(decoder, channels, spec.quantize):
+    if not quantize_decoder(decoder, channels, weight_format) and weight_format is not None:
         raise too_small(spec, f"the {spec.role} model {spec.source!r}")
     model.forget_programs()
     return {name: numbers.tolist() for name, numbers in channels.items()}
+
+
+def runs_as_stored(decoder: Decoder, device: torch.device) -> bool:
+    """Return whether a decoder has weights of a quantised file, and the kernels that multiply them as they are."""
+    return (
+        device.type == "cpu"
+        and quantize_missing("int4", decoder.weights.dtype) is None
+        and any(
+            isinstance(weight, QuantizedWeight)
+            for _, owner, name in decoder.plain_products()
+            for weight in getattr(owner, name).weights
+        )
+    )
+
+
+def first_part(parts: DecoderParts, layers: int, vocabulary: int) -> DecoderParts:
+    """Return what the first layers of a decoder are made of, over the first tokens."""
+    config, tensors = parts.config, dict(parts.tensors)
+    layers, vocabulary = min(layers, config.layers), min(vocabulary, config.vocabulary)
+    rows = torch.arange(vocabulary)
+    for name in ("model.embed_tokens.weight", "embed_tokens.weight", "lm_head.weight"):
+        if name in tensors:
+            tensors[name] = partial(_first_rows, tensors[name], rows)
+    few = replace(
+        config, layers=layers, vocabulary=vocabulary, windows=config.windows[:layers], rotary=config.rotary[:layers]
+    )
+    return replace(parts, config=few, tensors=tensors)
+
+
+def _first_rows(read: Callable[[], Any], rows: Tensor) -> Any:
+    weight = read()
+    return weight.take(rows) if isinstance(weight, QuantizedWeight) else weight[: len(rows)]
+
+
+def layers_of_each_kind(config: DecoderConfig, least: int) -> int:
+    """Return the number of layers, from the first on, among which every kind of layer is, `least` or more."""
+    kinds = [*zip(config.windows, config.rotary, strict=True)]
+    return max(least, *(kinds.index(kind) + 1 for kind in set(kinds)))
 
 
 def decoder_ops(

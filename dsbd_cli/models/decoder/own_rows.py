@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.ops.interface import RowsLinear
+from dsbd_cli.ops.quantized_weight import QuantizedWeight
 from dsbd_cli.ops.select import ops_for
 
 OWN_IDS = "each request adds ids of its own"
@@ -34,14 +35,18 @@ class OwnRows:
     _ids: Tensor | None = field(default=None, init=False)
 
     @classmethod
-    def of(cls, rows: Tensor, ids: Tensor, table: Tensor, dtype: torch.dtype, scale: float = 1.0) -> OwnRows | None:
+    def of(
+        cls, rows: Tensor, ids: Tensor, table: Tensor | QuantizedWeight, dtype: torch.dtype, scale: float = 1.0
+    ) -> OwnRows | None:
         """Return the whole table if rows [m, H] of a trimmed LM head, for the tokens ids [m] int64, are rows of `table`
-        [V, H] over `scale`, except for rounding. Otherwise return None.
+        [V, H] over `scale`, except for rounding. Otherwise return None. A quantised table is dequantised.
 
         At most COMPARED rows, evenly spaced, are compared. dtype: the dtype that products are computed in.
         """
         if rows.shape[1:] != table.shape[1:] or int(ids[-1]) >= len(table):
             return None
+        if isinstance(table, QuantizedWeight):
+            table = table.plain(dtype)
         some = slice(None, None, -(-len(ids) // COMPARED))
         theirs = table[ids[some].to(table.device)].float() / scale
         if not torch.allclose(rows[some].to(table.device).float(), theirs, rtol=ROUNDED, atol=0):

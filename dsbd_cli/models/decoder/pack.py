@@ -13,8 +13,9 @@ from torch import Tensor
 from dsbd_cli.models.decoder.forward import Decoder
 from dsbd_cli.models.decoder.weights import PlainLinear
 from dsbd_cli.ops.interface import LEAST_WEIGHTS, Linear, Ops
+from dsbd_cli.ops.quantized_weight import QuantizedWeight
 from dsbd_cli.ops.reference import outlier_channels
-from dsbd_cli.ops.select import quantized_linear
+from dsbd_cli.ops.select import quantized_linear, stored_linear
 
 Outliers = Mapping[str, Tensor]
 """Input channels [k] of each product that are not quantized, by the product's name: `3.qkv`, `lm_head`."""
@@ -28,18 +29,27 @@ def pack_decoder(decoder: Decoder, device: torch.device) -> None:
         setattr(owner, name, packed(getattr(owner, name), decoder.weights.dtype, device, decoder.ops))
 
 
-def quantize_decoder(decoder: Decoder, outliers: Outliers, weight_format: str, least: int = LEAST_WEIGHTS) -> int:
+def quantize_decoder(
+    decoder: Decoder, outliers: Outliers, weight_format: str | None, least: int = LEAST_WEIGHTS
+) -> int:
     """Quantize the products of `least` weights or more, in place, and pack the others. Return how many are quantized.
 
-    weight_format: `int8` or `int4`.
+    weight_format: `int8` or `int4`; None: as a quantised file has them, and its plain weights stay plain.
     """
-    made = 0
+    made, dtype = 0, decoder.weights.dtype
     for full, owner, name in decoder.plain_products():
         linear: PlainLinear = getattr(owner, name)
-        if sum(weight.numel() for weight in linear.weights) >= least:
+        if sum(weight.numel() for weight in linear.weights) < least:
+            continue
+        if weight_format is not None:
             own = "int8" if name in INT8_IN_INT4 else weight_format
-            setattr(owner, name, quantized_linear(*linear.converted(decoder.weights.dtype), outliers[full], own))
-            made += 1
+            product = quantized_linear(*linear.converted(dtype), outliers[full], own)
+        elif all(isinstance(weight, QuantizedWeight) for weight in linear.weights):
+            product = stored_linear(linear.weights, linear.biases, outliers[full], dtype)
+        else:
+            continue
+        setattr(owner, name, product)
+        made += 1
     pack_decoder(decoder, torch.device("cpu"))
     return made
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,27 +17,33 @@ from dsbd_cli.models.checkpoints.lm_head import TrimmedLMHead
 from dsbd_cli.models.decoder.config import DecoderConfig
 from dsbd_cli.ops import recording
 from dsbd_cli.ops.interface import Linear
+from dsbd_cli.ops.quantized_weight import QuantizedWeight
 from dsbd_cli.ops.reference import Norm
 
 NORMS = ("input_norm", "attention_norm", "mlp_norm", "output_norm")
+
+
+Weight = Tensor | QuantizedWeight
 
 
 class PlainLinear:
     """A product that torch computes with weights as the checkpoint stores them. It joins the products of several layers
     that have one input.
 
-    A weight of another dtype than the inputs is converted at each call, so that none is held twice.
+    A weight of another dtype than the inputs, or a quantised one, is converted at each call, so that none is held
+    twice.
     """
 
     compiled = False
 
-    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
+    def __init__(self, weights: Sequence[Weight], biases: Sequence[Tensor | None]) -> None:
         """weights: [o, i] each. biases: [o] or None each."""
-        self.weights, self.biases = [*weights], [*biases]
+        self.weights: list[Any] = [*weights]
+        self.biases = [*biases]
         self.parts = [len(weight) for weight in weights]
 
     def to(self, device: torch.device) -> None:
-        """Move the weights to a device, in place."""
+        """Move the weights to a device, in place. Quantised ones stay in their file."""
         self.weights, self.biases = self.converted(device=device)
 
     def converted(
@@ -52,7 +59,7 @@ class PlainLinear:
 
     def _computed(self, x: Tensor) -> Tensor:
         parts = [
-            nn.functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+            nn.functional.linear(x, weight.to(dtype=x.dtype), None if bias is None else bias.to(x.dtype))
             for weight, bias in zip(self.weights, self.biases, strict=True)
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
@@ -86,14 +93,21 @@ class LayerWeights:
 class DecoderWeights:
     """All weights of a decoder.
 
-    table: [V, hidden], in the checkpoint's dtype. norm: [hidden], the last one. dtype: the dtype that is computed in.
+    table: [V, hidden], in the checkpoint's dtype or quantised. norm: [hidden], the last one. dtype: the dtype that is computed in.
     """
 
-    table: Tensor
+    table: Any
     layers: list[LayerWeights]
     norm: Norm
     lm_head: Linear
     dtype: torch.dtype
+
+    def dequantize(self) -> None:
+        """Replace the embedding table of a quantised file, and an LM head that is the same, by plain weights."""
+        if isinstance(self.table, QuantizedWeight):
+            quantised, self.table = self.table, self.table.plain(self.dtype)
+            if isinstance(self.lm_head, PlainLinear) and self.lm_head.weights[0] is quantised:
+                self.lm_head.weights = [self.table]
 
     def to(self, device: torch.device) -> None:
         """Move the weights that are still plain to a device, in place."""
@@ -140,8 +154,8 @@ class WeightReader:
     tensors: Tensors
     dtype: torch.dtype
 
-    def tensor(self, name: str, *shape: int) -> Tensor:
-        """Return a tensor of the body; checkpoints name it with or without `model.`."""
+    def tensor(self, name: str, *shape: int) -> Any:
+        """Return a tensor of the body, or a quantised weight; checkpoints name it with or without `model.`."""
         for full in (f"model.{name}", name):
             if full in self.tensors:
                 tensor = self.tensors[full]()
@@ -201,12 +215,12 @@ class WeightReader:
         whole = self.tensor(f"{name}.weight", sum(sizes), inputs)
         return PlainLinear([*whole.split(sizes)], [None] * len(sizes))
 
-    def _rotated_first(self, rows: Tensor) -> Tensor:
+    def _rotated_first(self, rows: Any) -> Any:
         """Reorder the numbers of each head, where not all are rotated, so that rotated ones come first in both halves
         of the head.
 
         Our rotation pairs number k with k + head_dim / 2. Scores do not change when queries and keys are put into
-        another order alike. rows: [heads * head_dim, ...] or [head_dim].
+        another order alike. rows: [heads * head_dim, ...] or [head_dim], or a quantised weight.
         """
         dim, rotated = self.config.head_dim, self.config.rotaries[0].rotated
         if rotated == dim:
@@ -216,10 +230,11 @@ class WeightReader:
         order = torch.cat((
             torch.arange(turned), rest[: half - turned], torch.arange(turned, rotated), rest[half - turned :]
         ))  # fmt: skip
-        return rows.unflatten(0, (-1, dim))[:, order].flatten(0, 1)
+        numbers = torch.arange(len(rows)).view(-1, dim)[:, order].flatten()
+        return rows.take(numbers) if isinstance(rows, QuantizedWeight) else rows[numbers]
 
 
-def _check(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+def _check(name: str, tensor: Weight, shape: tuple[int, ...]) -> None:
     if tuple(tensor.shape) != shape:
         is_shape, wanted = (" x ".join(map(str, size)) for size in (tensor.shape, shape))
         raise ValueError(f"{name} is {is_shape}, but its config says {wanted}")

@@ -101,9 +101,9 @@ def _share_rows(model: DecoderDraftHead, ids: Tensor, source: Checkpoint) -> Non
 def _pack(model: BaseDraftHead, draft: Checkpoint) -> None:
     """Pack a head's weights, or quantize them. Raises UsageError where that is not possible."""
     check_quantize(draft, None)
-    if draft.spec.quantize is None:
+    if not draft.spec.quantizes:
         model.pack()
-    elif not model.quantize(draft.spec.quantize):
+    elif not model.quantize(str(draft.spec.quantize)):
         raise too_small(draft.spec, _name(draft.spec))
 
 

@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dsbd_cli.ops import recording
 from dsbd_cli.ops.cpu import int8
-from dsbd_cli.ops.cpu.int8 import GROUP, QuantizeWeightArguments
+from dsbd_cli.ops.cpu.int8 import QuantizeWeightArguments
 from dsbd_cli.ops.cpu.linear import COLUMNS, row_addresses
 from dsbd_cli.ops.cpu.runtime import CpuKernel, kernels, layout
 from dsbd_cli.ops.memory import allocate_weights
 from dsbd_cli.ops.processor import Processor, current
+from dsbd_cli.ops.quantized_weight import GROUP, FourBit
 
 MOST_LEVEL = 15
 GROUP_BYTES = COLUMNS * GROUP // 2 + 2 * COLUMNS * 2  # levels, scales and offsets in float16
@@ -36,7 +38,23 @@ class CompiledInt4(int8.CompiledInt8):
     inputs_step = GROUP
     zero_point = 0
 
-    def _quantize(self, weights: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        weights: Sequence[Tensor] | Sequence[FourBit],
+        outliers: Tensor,
+        bias: Tensor,
+        linear: int8.Linear,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self._order = weights[0].order if isinstance(weights[0], FourBit) else None
+        if self._order is not None:
+            outliers = self._order.argsort()[outliers].sort().values
+        super().__init__(weights, outliers, bias, linear, dtype)
+
+    def _quantize(self, weights: Sequence[Any]) -> None:
+        if isinstance(weights[0], FourBit):
+            self._pack(weights)
+            return
         rows, owners = row_addresses(weights)
         owners.append(torch.zeros_like(weights[0][0]).contiguous())
         rows[sum(map(len, weights)) :] = owners[-1].data_ptr()
@@ -55,8 +73,34 @@ class CompiledInt4(int8.CompiledInt8):
         del owners
         self.weights = made
 
+    def _pack(self, weights: Sequence[FourBit]) -> None:
+        """Set weights that are in four bits already. They are not rounded again, and their scales to 11 bits."""
+        count, self._groups = sum(map(len, weights)), weights[0].scales.shape[1]
+        blocks = -(-count // COLUMNS)
+
+        def filled(parts: Sequence[Tensor]) -> Tensor:
+            """Return [blocks, COLUMNS, ...], with rows of zeros at the end."""
+            rows = torch.cat([*parts])
+            if more := blocks * COLUMNS - count:
+                rows = torch.nn.functional.pad(rows, (0, 0, 0, more))
+            return rows.view(blocks, COLUMNS, -1)
+
+        made = allocate_weights(blocks * self._groups * GROUP_BYTES).view(blocks, self._groups, GROUP_BYTES)
+        words = filled([weight.words for weight in weights]).unflatten(2, (self._groups, GROUP // 8))
+        scales, offsets = (filled([getattr(weight, name) for weight in weights]) for name in ("scales", "offsets"))
+        size = words[0, 0, 0].numel() * COLUMNS
+        made.view(torch.int32)[..., :size].unflatten(2, (-1, COLUMNS)).copy_(words.permute(0, 2, 3, 1))
+        most = torch.maximum(scales.abs().amax(2), offsets.abs().amax(2) / MOST_LEVEL).clamp_min_(int8.SMALLEST)
+        halves = made.view(torch.float16)[..., 2 * size :].unflatten(2, (2, COLUMNS))
+        for number, factor in enumerate((scales, offsets)):
+            halves[:, :, number] = (factor / most.unsqueeze(2)).half().transpose(1, 2)
+        self.scales, self.weights = most.flatten(), made
+
     def levels(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]  # sums, too
         """Do what int8 does, and return the sums of integers [r, g] float32 of each group, too."""
+        if self._order is not None:
+            unordered, order = x, self._order
+            x = recording.compute(lambda: unordered.index_select(1, order))
         sums = recording.empty(len(x), self._groups, dtype=torch.float32)
         return *self._levels(x, sums), sums
 

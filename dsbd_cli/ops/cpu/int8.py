@@ -36,13 +36,14 @@ from dsbd_cli.ops.cpu.runtime import (
 )
 from dsbd_cli.ops.memory import allocate_weights
 from dsbd_cli.ops.processor import int8_tile
+from dsbd_cli.ops.quantized_weight import GROUP, FourBit
 
 LEVELS = 127
 ZERO = 128  # offset of inputs, which are unsigned: for signed ones torch takes a kernel a thousand times slower
 # Rows that are quantized, and multiplied, at a time, so that intermediate results stay in the caches. Measured on one
 # core: 512 rows of 8960 are quantized after 5 ms, all at once after 27 ms (with vector_norm for the largest 45 ms).
 LEVEL_ROWS, PRODUCT_ROWS = 32, 128
-INPUTS, GROUP = 16, 32  # our kernels need a multiple of INPUTS, in int4 of GROUP, the inputs that share a scale
+INPUTS = 16  # our kernels need a multiple of it, in int4 of GROUP
 SMALLEST = torch.finfo(torch.float32).tiny
 
 
@@ -142,25 +143,33 @@ class CompiledInt8:
 
     inputs_step = INPUTS
 
-    def __init__(self, weights: Sequence[Tensor], outliers: Tensor, bias: Tensor, linear: Linear) -> None:
+    def __init__(
+        self,
+        weights: Sequence[Tensor] | Sequence[FourBit],
+        outliers: Tensor,
+        bias: Tensor,
+        linear: Linear,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """dtype: of inputs and results; None: of the weights. The other arguments are those of TorchInt8."""
         self._outputs, self._given = sum(map(len, weights)), weights[0].shape[1]
-        self._dtype, pad = weights[0].dtype, nn.functional.pad
+        self._dtype, pad = dtype or weights[0].dtype, nn.functional.pad
         wider = -self._given % self.inputs_step
         self._inputs, more = self._given + wider, -self._outputs % COLUMNS
         self._outliers, self._outlier_dtype = outliers.contiguous(), torch.float32
         if self._dtype == torch.bfloat16:
             self._outlier_dtype = torch.bfloat16  # half as many bytes to read
-        outlier_weights = torch.cat([weight[:, outliers] for weight in weights]).to(self._outlier_dtype)
+        outlier_weights = torch.cat([_columns(weight, outliers) for weight in weights]).to(self._outlier_dtype)
         if self._outlier_dtype == torch.bfloat16 and len(outliers) % 2:  # one channel twice, with zeros for weights
             self._outliers, outlier_weights = torch.cat((outliers, outliers[:1])), pad(outlier_weights, (0, 1))
         if wider:
-            weights = [pad(weight, (0, wider)) for weight in weights]
+            weights = [pad(weight, (0, wider)) for weight in weights if isinstance(weight, Tensor)]
         self._ordinary_mask = pad(_ordinary_mask(self._given, outliers), (0, wider))
         self._quantize(weights)
         self._blocks = len(self.weights)
         self._bias, self._outlier_lines = pad(bias.float(), (0, more)), lines([outlier_weights])
 
-    def _quantize(self, weights: Sequence[Tensor]) -> None:
+    def _quantize(self, weights: Sequence[Any]) -> None:
         """Set the weights as lines, the scales of outputs, and what the sums of integers begin with."""
         self.weights, self.scales, sums = _quantized_weights(weights, self._ordinary_mask)
         self.zero_point = 0 if int8_tile() == "signs" else ZERO
@@ -226,6 +235,10 @@ class CompiledInt8:
         return out if columns == self._outputs else out[:, : self._outputs]
 
 
+def _columns(weight: Tensor | FourBit, channels: Tensor) -> Tensor:
+    return weight.columns(channels) if isinstance(weight, FourBit) else weight[:, channels]
+
+
 def _ordinary_mask(inputs: int, outliers: Tensor) -> Tensor:
     """Return [i] float32, 0 for outliers and 1 for other channels."""
     kept = torch.ones(inputs)
@@ -261,17 +274,21 @@ class Int8Product:
 
     def __init__(
         self,
-        weights: Sequence[Tensor],
+        weights: Sequence[Tensor] | Sequence[FourBit],
         biases: Sequence[Tensor | None],
         outliers: Tensor,
         backend: type[CompiledInt8] | type[TorchInt8],
         linear: Linear,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """weights: [o, i] of each layer, of one dtype. biases: [o] or None of each. outliers: [k], ascending.
-        backend: computes the product. linear: packs weights that are not quantized, or returns None."""
+        backend: computes the product. linear: packs weights that are not quantized, or returns None. dtype: of inputs
+        and results, where it is not that of the weights; CompiledInt8 alone takes it."""
         self.parts = [len(weight) for weight in weights]
-        self.backend = backend(weights, outliers, joined_bias(weights, biases), linear)
-        self.compiled = issubclass(backend, CompiledInt8)
+        bias = joined_bias(weights, biases, dtype or weights[0].dtype)
+        more = {} if dtype is None else {"dtype": dtype}
+        self.backend = backend(weights, outliers, bias, linear, **more)
+        self.compiled = isinstance(self.backend, CompiledInt8)
 
     @property
     def weights(self) -> list[Tensor]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from typing import Any, NamedTuple
 
 import torch
@@ -276,10 +276,11 @@ class TorchLinear:
         return result
 
 
-def joined_bias(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
+def joined_bias(weights: Sequence[Sized], biases: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
     """Return the biases of layers with weights [o, i] as one. Zeros take the place of those that are None."""
     pairs = zip(weights, biases, strict=True)
-    return torch.cat([weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in pairs])
+    parts = [torch.zeros(len(weight), dtype=dtype) if bias is None else bias.to(dtype) for weight, bias in pairs]
+    return torch.cat(parts)
 
 
 class PackedProduct:
@@ -302,7 +303,7 @@ class PackedProduct:
         self.compiled = backend is CompiledLinear
         self._bias: Tensor | None = None
         if any(bias is not None for bias in biases):
-            self._bias = self._backend.bias(joined_bias(weights, biases))
+            self._bias = self._backend.bias(joined_bias(weights, biases, weights[0].dtype))
 
     @property
     def weights(self) -> list[Tensor]:

@@ -20,7 +20,7 @@ from llvmlite import ir
 from numba import njit, types
 
 from dsbd_cli.ops.cpu.int4 import GROUP_BYTES, LAYOUT, MOST_LEVEL, SHRINKS
-from dsbd_cli.ops.cpu.int8 import GROUP, SMALLEST
+from dsbd_cli.ops.cpu.int8 import SMALLEST
 from dsbd_cli.ops.cpu.kernels.compiler import KernelCompiler
 from dsbd_cli.ops.cpu.kernels.int8 import (
     LEVELS,
@@ -87,6 +87,7 @@ from dsbd_cli.ops.cpu.kernels.simd import (
 )
 from dsbd_cli.ops.memory import CACHE_LINE
 from dsbd_cli.ops.processor import int8_tile
+from dsbd_cli.ops.quantized_weight import GROUP
 
 compiled = KernelCompiler("int4 layers", seconds=3, layout=LAYOUT)
 
