@@ -144,9 +144,11 @@ def _names(settings: Mapping[str, Any], field: str) -> tuple[str, ...]:
 
 def _gptq(settings: Mapping[str, Any]) -> Quantization:
     form = _word(settings, "checkpoint_format", None) or _word(settings, "format", GPTQ)
-    if form not in (GPTQ, "gptq_v2") or _flag(settings, "is_marlin_format") or _flag(settings, "planar"):
-        layout = "of marlin" if _flag(settings, "is_marlin_format") else shorten(form)
-        raise _UnreadError(f"its GPTQ weights have the layout {layout}, which is not read: {INSTEAD}")
+    for layout in ("is_marlin_format", "planar"):
+        if _flag(settings, layout):
+            form = layout
+    if form not in (GPTQ, "gptq_v2"):
+        raise _UnreadError(f"its GPTQ weights have the layout {shorten(form)}, which is not read: {INSTEAD}")
     if _word(settings, "pack_dtype", "int32") != "int32":
         raise _UnreadError(f"its GPTQ weights are packed into {shorten(settings['pack_dtype'])}, and int32 is read")
     rules = settings.get("dynamic") or {}
@@ -194,8 +196,8 @@ def _compressed(settings: Mapping[str, Any]) -> Quantization:
         if settings.get(field):
             raise _UnreadError(f"its {said} are changed, too ({field}), which is not read: {INSTEAD}")
     sparsity = settings.get("sparsity_config")
-    if isinstance(sparsity, Mapping) and sparsity.get("format") not in (None, "dense"):
-        raise _UnreadError(f"its weights are sparse ({shorten(sparsity['format'])}), which is not read: {INSTEAD}")
+    if sparsity and (not isinstance(sparsity, Mapping) or sparsity.get("format") not in (None, "dense")):
+        raise _UnreadError(f"its weights are sparse ({shorten(sparsity)}), which is not read: {INSTEAD}")
     ways = {_scheme(group, settings) for group in groups.values()}
     if len(ways) > 1:
         raise _UnreadError(f"its layers are quantised in {len(ways)} ways, and one way is read: {INSTEAD}")

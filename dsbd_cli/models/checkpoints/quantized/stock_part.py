@@ -50,7 +50,7 @@ def stock_part(config: Any, tensors: WeightTensors, dtype: torch.dtype, layers: 
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config))
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if kind is None:
         raise UnsupportedModelError(f"{name} is a {config.model_type}, which is no causal language model")
     part, state = part_config(config, layers, vocabulary), plain_state(tensors, dtype, layers, vocabulary)
