@@ -102,11 +102,11 @@ def _model(checkpoint: Checkpoint, config: Any, kind: Any, placed: dict[str, Any
                 **checkpoint.pretrained,
                 config=config,
                 dtype=dtype_of(checkpoint, config),
-                attn_implementation=_attention(config),
+                attn_implementation=attention_of(config),
                 weights_only=True,  # a .bin file cannot run code
                 adapter_kwargs={"subfolder": NOWHERE},  # an adapter is merged where it is named, and only there
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # _check_report names them
+                ignore_mismatched_sizes=True,  # check_report names them
                 **_dequantised(checkpoint, config),
                 **({"key_mapping": KEY_MAPPING} if checkpoint.from_mamba_ssm else {}),
                 **placed,
@@ -126,7 +126,7 @@ def _model(checkpoint: Checkpoint, config: Any, kind: Any, placed: dict[str, Any
     check_device_map(model, checkpoint.spec)
     if config.model_type == CAPTIONER:
         model.begin_as_blip()
-    _check_report(report, name, set() if lm_head is None else lm_head_keys(model))
+    check_report(report, name, set() if lm_head is None else lm_head_keys(model))
     if lost := unread(config, map(str, report.get("unexpected_keys") or ())):
         raise UnsupportedModelError(
             f"{name} has {lost[0]}, a weight of linear attention, in a pickled file without an index, where "
@@ -249,7 +249,7 @@ def _method_of(config: Any) -> str | None:
     return settings.get("quant_method") if isinstance(settings, dict) else getattr(settings, "quant_method", None)
 
 
-def _check_report(report: dict[str, Any], name: str, elsewhere: set[str]) -> None:
+def check_report(report: dict[str, Any], name: str, elsewhere: set[str]) -> None:
     """Raise ModelError for weights that are missing or have another shape. transformers would draw them at random, and
     the text would be noise without any warning.
 
@@ -289,7 +289,7 @@ def dtype_of(checkpoint: Checkpoint, config: Any) -> Any:
     return torch.bfloat16 if halves else torch.float32
 
 
-def _attention(config: Any) -> str | None:
+def attention_of(config: Any) -> str | None:
     """Return the attention implementation: eager where scores are capped, because sdpa would leave the cap out.
     Otherwise None, with which transformers takes sdpa where the architecture has it."""
     text = config.get_text_config(decoder=True)

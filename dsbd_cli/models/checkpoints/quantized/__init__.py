@@ -1,0 +1,1 @@
+"""Weights that stay packed as a checkpoint's files hold them."""
