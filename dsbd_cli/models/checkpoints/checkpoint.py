@@ -24,13 +24,15 @@ from dsbd_cli.models.checkpoints import digest
 from dsbd_cli.models.checkpoints.adapters import Adapter, misfit, open_adapters, template_in
 from dsbd_cli.models.checkpoints.damage import check_checkpoint, check_gguf
 from dsbd_cli.models.checkpoints.generation import eos_ids, read_generation
-from dsbd_cli.models.checkpoints.gguf_parts import gguf_parts, reading_parts, whole_gguf
+from dsbd_cli.models.checkpoints.gguf_parts import gguf_parts, whole_gguf
+from dsbd_cli.models.checkpoints.gguf_transformers import read_by_transformers
 from dsbd_cli.models.checkpoints.hub import ADAPTER_CONFIG, cached_folder, folder_of, gguf_files
 from dsbd_cli.models.checkpoints.registry import Location, expanded, hub_location, parts_of, resolve
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from dsbd_cli.models.checkpoints.gguf import GgufFile
     from dsbd_cli.models.tokenizer import HFCodec
 
 Tensors = Mapping[str, Callable[[], "Tensor"]]
@@ -161,12 +163,18 @@ class Checkpoint:
         return self.path.name if self.path.parent.name == "snapshots" else None
 
     @cached_property
+    def gguf(self) -> GgufFile | None:
+        """The GGUF file, opened and checked once; None for a folder. Raises ModelError."""
+        return check_gguf(self.path, self.name) if self.is_gguf else None
+
+    @cached_property
     def config(self) -> Any:
         """Transformers' config, read once, after the files are checked for damage. Raises ModelError, and UsageError
         where a package is missing."""
         if self.is_gguf and importlib.util.find_spec("gguf") is None:
             raise UsageError(f"{self.name} is GGUF, which needs a package: pip install 'dsbd[gguf]'")
-        (check_gguf if self.is_gguf else check_checkpoint)(self.path, self.name)
+        if self.gguf is None:
+            check_checkpoint(self.path, self.name)
         from dsbd_cli.models.checkpoints import linearised, mamba_ssm
 
         if (config := mamba_ssm.read_config(self.path)) is not None:
@@ -174,7 +182,7 @@ class Checkpoint:
         from transformers import AutoConfig
 
         try:
-            with quiet(), reading_parts(self.path):
+            with quiet(), read_by_transformers(self.gguf):
                 config = AutoConfig.from_pretrained(**self.pretrained)
         except Exception as error:
             settings = self.path / "config.json"
@@ -239,7 +247,7 @@ class Checkpoint:
         from transformers import AutoTokenizer
 
         try:
-            with reading_parts(path):
+            with read_by_transformers(self.gguf if path == self.path else None):
                 tokenizer = AutoTokenizer.from_pretrained(**replace(self, path=path).pretrained)
             last = max(tokenizer.get_vocab().values(), default=0)
         except Exception as error:
