@@ -24,13 +24,14 @@ from dsbd_cli.models.checkpoints import digest
 from dsbd_cli.models.checkpoints.adapters import Adapter, misfit, open_adapters, template_in
 from dsbd_cli.models.checkpoints.damage import check_checkpoint, check_gguf
 from dsbd_cli.models.checkpoints.generation import eos_ids, read_generation
-from dsbd_cli.models.checkpoints.gguf_parts import gguf_parts, reading_parts, whole_gguf
+from dsbd_cli.models.checkpoints.gguf_parts import gguf_parts, whole_gguf
+from dsbd_cli.models.checkpoints.gguf_transformers import read_by_transformers
 from dsbd_cli.models.checkpoints.hub import ADAPTER_CONFIG, cached_folder, folder_of, gguf_files
 from dsbd_cli.models.checkpoints.registry import Location, expanded, hub_location, parts_of, resolve
 
 if TYPE_CHECKING:
     from dsbd_cli.models.checkpoints.gguf import GgufFile
-    from dsbd_cli.models.checkpoints.quantized import Quantization
+    from dsbd_cli.models.checkpoints.quantized.settings import Quantization
     from dsbd_cli.models.tokenizer import HFCodec
 
 Tensors = Mapping[str, Callable[[], Any]]
@@ -127,17 +128,10 @@ class Checkpoint:
         return self.plain or self.stored_form is not None
 
     @cached_property
-    def gguf(self) -> GgufFile | None:
-        """The GGUF file with all its parts, which are checked; None for other checkpoints. Raises ModelError."""
-        from dsbd_cli.models.checkpoints.gguf import GgufFile
-
-        return GgufFile.open(self.path, self.name) if self.is_gguf else None
-
-    @cached_property
     def quantization(self) -> Quantization | str | None:
         """How the weights of safetensors files were quantised, or the reason why they are not read here; None for plain
         weights and GGUF."""
-        from dsbd_cli.models.checkpoints.quantized import quantization_of
+        from dsbd_cli.models.checkpoints.quantized.settings import quantization_of
 
         try:
             settings = json.loads(_text(self.path / "config.json"))
@@ -188,7 +182,7 @@ class Checkpoint:
         try:
             tensors = read_tensors(self.path)
             if self.stored_form is not None:
-                from dsbd_cli.models.checkpoints.quantized import quantized_tensors
+                from dsbd_cli.models.checkpoints.quantized.integers import quantized_tensors
 
                 return quantized_tensors(tensors, self.quantization, self.name)
             return tensors
@@ -207,12 +201,18 @@ class Checkpoint:
         return self.path.name if self.path.parent.name == "snapshots" else None
 
     @cached_property
+    def gguf(self) -> GgufFile | None:
+        """The GGUF file, opened and checked once; None for a folder. Raises ModelError."""
+        return check_gguf(self.path, self.name) if self.is_gguf else None
+
+    @cached_property
     def config(self) -> Any:
         """Transformers' config, read once, after the files are checked for damage. Raises ModelError, and UsageError
         where a package is missing."""
         if self.is_gguf and importlib.util.find_spec("gguf") is None:
             raise UsageError(f"{self.name} is GGUF, which needs a package: pip install 'dsbd[gguf]'")
-        (check_gguf if self.is_gguf else check_checkpoint)(self.path, self.name)
+        if self.gguf is None:
+            check_checkpoint(self.path, self.name)
         from dsbd_cli.models.checkpoints import linearised, mamba_ssm
 
         if (config := mamba_ssm.read_config(self.path)) is not None:
@@ -220,7 +220,7 @@ class Checkpoint:
         from transformers import AutoConfig
 
         try:
-            with quiet(), reading_parts(self.path):
+            with quiet(), read_by_transformers(self.gguf):
                 config = AutoConfig.from_pretrained(**self.pretrained)
         except Exception as error:
             settings = self.path / "config.json"
@@ -285,7 +285,7 @@ class Checkpoint:
         from transformers import AutoTokenizer
 
         try:
-            with reading_parts(path):
+            with read_by_transformers(self.gguf if path == self.path else None):
                 tokenizer = AutoTokenizer.from_pretrained(**replace(self, path=path).pretrained)
             last = max(tokenizer.get_vocab().values(), default=0)
         except Exception as error:

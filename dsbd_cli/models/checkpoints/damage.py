@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any
 
-from dsbd_cli.errors import ModelError, one_line, shorten
+from dsbd_cli.errors import ModelError, shorten
+from dsbd_cli.models.checkpoints.gguf import GgufFile
 from dsbd_cli.models.checkpoints.gguf_parts import gguf_parts
 
 MOST_POINTER = 1024  # bytes; pointers of Git LFS have fewer
@@ -35,36 +35,11 @@ def check_checkpoint(folder: Path, name: str) -> None:
         _check_config(folder, read_headers(files, name), name)
 
 
-def check_gguf(file: Path, name: str) -> None:
-    """Check that a GGUF file is no pointer, and that the parts of one in parts belong together and are whole."""
-    parts = gguf_parts(file)
-    for part in parts:
+def check_gguf(file: Path, name: str) -> GgufFile:
+    """Open a GGUF file. Checks that it is no pointer, and that it, or all of its parts, are whole."""
+    for part in gguf_parts(file):
         _check_pointer(part, name)
-    if len(parts) == 1:
-        return
-    readers = [_reader(part, name) for part in parts]
-    for number, (part, reader) in enumerate(zip(parts, readers, strict=True)):
-        if _number(reader, "split.no") != number:
-            raise ModelError(f"{name}: {part.name} is another part than its name says: get it again")
-        if (count := _number(reader, "split.count")) != len(parts):
-            raise ModelError(f"{name}: {part.name} is of {count} parts, but its name says {len(parts)}: get it again")
-    count, expected = sum(len(reader.tensors) for reader in readers), _number(readers[0], "split.tensors.count")
-    if count != expected:
-        raise ModelError(f"{name}: its parts hold {count} tensors, but should hold {expected}: get them again")
-
-
-def _reader(part: Path, name: str) -> Any:
-    from gguf import GGUFReader
-
-    try:
-        return GGUFReader(part)
-    except Exception as error:  # of numpy, of the values in a damaged file
-        raise ModelError(f"{name}: {part.name} cannot be read: {one_line(error)}: get it again") from error
-
-
-def _number(reader: Any, key: str) -> int | None:
-    field = reader.get_field(key)
-    return None if field is None else int(field.contents())
+    return GgufFile.open(file, name)
 
 
 def read_headers(files: Iterable[Path], name: str) -> dict[str, tuple[int, ...]]:

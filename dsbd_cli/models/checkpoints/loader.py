@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import importlib.util
 import io
 import json
@@ -18,11 +17,10 @@ from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import ModelError, UnsupportedModelError, UsageError, one_line, shorten
 from dsbd_cli.models.checkpoints.adapters import merge_adapters
 from dsbd_cli.models.checkpoints.checkpoint import CAPTIONER, Checkpoint, quiet
-from dsbd_cli.models.checkpoints.gguf_parts import reading_parts
+from dsbd_cli.models.checkpoints.gguf_transformers import read_by_transformers
 from dsbd_cli.models.checkpoints.linearised import unread
 from dsbd_cli.models.checkpoints.lm_head import install, lm_head_keys, read_trimmed_lm_head
 from dsbd_cli.models.checkpoints.mamba_ssm import KEY_MAPPING
-from dsbd_cli.models.checkpoints.quantized import stock_part
 from dsbd_cli.ops.interface import LEAST_WEIGHTS
 from dsbd_cli.ops.select import packing_works, quantize_missing
 
@@ -69,18 +67,11 @@ def load_part(checkpoint: Checkpoint, dtype: torch.dtype, layers: int, vocabular
     transformers reads a GGUF file by itself, so that its reading and ours are compared. Weights of other forms are
     dequantised by our readers. Raises ModelError.
     """
-    config = copy.deepcopy(checkpoint.config)
-    text = config.get_text_config(decoder=True)
-    text.num_hidden_layers, text.vocab_size = layers, vocabulary
-    if getattr(text, "layer_types", None):
-        text.layer_types = text.layer_types[:layers]
-    if text.pad_token_id is not None and text.pad_token_id >= vocabulary:
-        text.pad_token_id = None  # embeddings refuse it
+    from dsbd_cli.models.checkpoints.quantized.stock_part import part_config, stock_part
+
     if checkpoint.gguf is not None:
-        return load_network(checkpoint.like(quantize=None), config)
-    config.quantization_config = None
-    with quiet():
-        return stock_part(config, checkpoint.tensors, dtype, layers, vocabulary)
+        return load_network(checkpoint.like(quantize=None), part_config(checkpoint.config, layers, vocabulary))
+    return stock_part(checkpoint.config, checkpoint.tensors, dtype, layers, vocabulary, checkpoint.name)
 
 
 def import_decoder_code(config: Any) -> None:
@@ -97,7 +88,8 @@ def _model(checkpoint: Checkpoint, config: Any, kind: Any, placed: dict[str, Any
         raise ModelError(f"{name}: {folder} holds no weights (*.safetensors, *.bin)")
     lm_head = read_trimmed_lm_head(folder)
     try:
-        with reading_parts(folder):
+        text = config.get_text_config(decoder=True)
+        with read_by_transformers(checkpoint.gguf, text.num_hidden_layers, text.vocab_size):
             loaded: Any = kind.from_pretrained(
                 **checkpoint.pretrained,
                 config=config,

@@ -109,8 +109,8 @@ def test_damage_in_any_part_is_told(folder: Path) -> None:
     damaged = part(folder, 3)
     content = damaged.read_bytes()
     for bad, told in (
-        (content[:-100], "cannot be read"),
-        (b"GGUX" + content[4:], "cannot be read"),
+        (content[:-100], "is cut short"),
+        (b"GGUX" + content[4:], "is no GGUF file"),
         (b"version https://git-lfs.github.com/spec/v1\n", "pointer of Git LFS"),
         (part(folder, 2).read_bytes(), "another part than its name says"),
     ):

@@ -1,0 +1,90 @@
+"""Names of tensors in GGUF and in transformers, and what llama.cpp changes in some of them.
+
+llama.cpp's converter reorders queries and keys of Llama, because its rotation pairs neighbours, and adds 1 to the norms
+of Gemma. transformers' own reader undoes the same (TENSOR_PROCESSORS).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsbd_cli.errors import ModelError
+from dsbd_cli.ops.quantized_weight import QuantizedWeight
+
+# tables of rotary frequencies, which llama.cpp computes from the config; transformers ignores them, too
+IGNORED = frozenset(("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"))
+
+_WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+_ATTENTION = {f"attn_{side}": f"self_attn.{side}_proj" for side in "qkv"} | {"attn_output": "self_attn.o_proj"}
+_MLP = {f"ffn_{side}": f"mlp.{side}_proj" for side in ("gate", "up", "down")}
+_COMMON = _NORMS | _ATTENTION | _MLP
+_HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_FUSED = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+_GEMMA = {
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """One of llama.cpp's architectures.
+
+    Attributes:
+        families: transformers' names of it.
+        layer: names of a layer's modules in transformers, by those in GGUF.
+        permuted: queries and keys are reordered. one_more: norms have 1 added.
+    """
+
+    families: tuple[str, ...]
+    layer: Mapping[str, str]
+    permuted: bool = False
+    one_more: bool = False
+
+    def renamed(self, name: str) -> str | None:
+        """Return transformers' name of a tensor; None for a tensor that is not known."""
+        stem, _, end = name.rpartition(".")
+        if stem in _WHOLE and end == "weight":
+            return f"{_WHOLE[stem]}.weight"
+        match = _LAYER.fullmatch(name)
+        if match is None or match[2] not in self.layer:
+            return None
+        return f"model.layers.{match[1]}.{self.layer[match[2]]}.{match[3]}"
+
+    def restored(
+        self, name: str, read: Callable[[], Tensor | QuantizedWeight], heads: tuple[int, int]
+    ) -> Tensor | QuantizedWeight:
+        """Return a tensor as transformers has it. name: in GGUF. Raises ModelError."""
+        values = read()
+        if self.one_more and name.endswith("norm.weight") and isinstance(values, Tensor):
+            return values - 1
+        if self.permuted and (".attn_q." in name or ".attn_k." in name):
+            order = _order(name, len(values), heads[".attn_k." in name])
+            return values[order] if isinstance(values, Tensor) else values.take(order)
+        return values
+
+
+def _order(name: str, rows: int, heads: int) -> Tensor:
+    """Return the indices [rows] int64, in llama.cpp's order, of rows in transformers' order."""
+    if rows % (2 * heads):
+        raise ModelError(f"{name} has {rows} rows, which do not fit the {heads} heads of its config")
+    return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).reshape(-1)
+
+
+ARCHITECTURES = {
+    "llama": Architecture(("llama", "mistral"), _COMMON, permuted=True),
+    "qwen2": Architecture(("qwen2",), _COMMON),
+    "qwen3": Architecture(("qwen3",), _COMMON | _HEAD_NORMS),
+    "phi3": Architecture(("phi3",), {**_NORMS, **_MLP, **_FUSED, "attn_output": "self_attn.o_proj"}),
+    "gemma2": Architecture(("gemma2",), _COMMON | _GEMMA, one_more=True),
+    "gemma3": Architecture(("gemma3_text",), _COMMON | _GEMMA | _HEAD_NORMS, one_more=True),
+}

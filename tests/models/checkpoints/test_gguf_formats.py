@@ -1,0 +1,143 @@
+"""Block formats of GGUF against the package of llama.cpp."""
+
+from __future__ import annotations
+
+import gguf
+import pytest
+import torch
+from torch import Tensor
+
+from dsbd_cli import ModelError
+from dsbd_cli.models.checkpoints import gguf_formats
+from dsbd_cli.models.checkpoints.gguf import BLOCKS, PLAIN, TYPES
+from dsbd_cli.models.checkpoints.gguf_formats import FORMATS, GgufWeight
+from dsbd_cli.ops.quantized_weight import FourBit
+from tests.helpers.raw_gguf import HALVES, random_blocks
+
+FOUR_BITS = ("Q4_0", "Q4_1", "Q4_K", "IQ4_NL", "IQ4_XS", "MXFP4")
+
+
+def weight(kind: str, rows: int = 6, columns: int = 512, seed: int = 0) -> tuple[GgufWeight, Tensor]:
+    """A weight, and its values by llama.cpp's package."""
+    data = random_blocks(kind, rows, columns, seed)
+    values = gguf.dequantize(data, gguf.GGMLQuantizationType[kind])
+    return GgufWeight(
+        "blk.0.ffn_up.weight", torch.from_numpy(data), kind, "target model 'x': x.gguf"
+    ), torch.from_numpy(values)
+
+
+def unpacked(packed: FourBit) -> Tensor:
+    """The values [o, i] by the words of FourBit's docstring alone."""
+    outputs, words = packed.words.shape
+    levels = torch.zeros(outputs, 8 * words, dtype=torch.uint8)
+    for word in range(words):
+        for k in range(4):
+            byte = (packed.words[:, word] >> 8 * k) & 255
+            levels[:, 8 * word + k], levels[:, 8 * word + 4 + k] = byte & 15, byte >> 4
+    numbers = levels if packed.table is None else packed.table[levels.long()]
+    return packed.scales.repeat_interleave(32, 1) * numbers + packed.offsets.repeat_interleave(32, 1)
+
+
+def test_types_are_ggmls() -> None:
+    for number, kind in TYPES.items():
+        if kind in gguf.GGMLQuantizationType.__members__:
+            assert gguf.GGMLQuantizationType[kind] == number
+    assert set(TYPES) >= {int(kind) for kind in gguf.GGMLQuantizationType}
+    for kind, sizes in BLOCKS.items():
+        assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]] == sizes
+    assert set(BLOCKS) == set(FORMATS) | set(PLAIN)
+    assert set(HALVES) == set(FORMATS)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("chunk", [gguf_formats.CHUNK, 768])
+def test_values_are_those_of_llama_cpp(kind: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_formats, "CHUNK", chunk)
+    ours, values = weight(kind)
+    assert ours.shape == values.shape == (6, 512)
+    assert torch.equal(ours.dequantize(), values)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4"])
+def test_values_of_what_llama_cpp_has_quantised(kind: str) -> None:
+    original = torch.randn(4, 64, generator=torch.Generator().manual_seed(1))
+    data = gguf.quantize(original.numpy(), gguf.GGMLQuantizationType[kind])
+    ours = GgufWeight("w", torch.from_numpy(data), kind, "x")
+    assert torch.equal(ours.dequantize(), torch.from_numpy(gguf.dequantize(data, gguf.GGMLQuantizationType[kind])))
+    assert float((ours.dequantize() - original).abs().mean()) < 0.2
+    ours.check()
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_single_block(kind: str) -> None:
+    ours, values = weight(kind, 1, BLOCKS[kind][0])
+    assert torch.equal(ours.dequantize(), values)
+    packed = ours.fourbit()
+    if packed is not None:
+        torch.testing.assert_close(unpacked(packed), values, rtol=1e-6, atol=1e-6 * float(packed.offsets.abs().max()))
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_some_rows(kind: str) -> None:
+    ours, values = weight(kind)
+    order = torch.tensor([5, 0, 0, 3])
+    assert torch.equal(ours.dequantize(slice(1, 4)), values[1:4])
+    assert torch.equal(ours.dequantize(order), values[order])
+    assert torch.equal(ours.take(order).dequantize(slice(1, 3)), values[order][1:3])
+    assert ours.dequantize(slice(0, 0)).shape == (0, 512)
+    parts = ours.split([4, 2])
+    assert [part.shape for part in parts] == [(4, 512), (2, 512)]
+    assert torch.equal(torch.cat([part.dequantize() for part in parts]), values)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("chunk", [gguf_formats.CHUNK, 768])
+def test_four_bits(kind: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_formats, "CHUNK", chunk)
+    ours, values = weight(kind, seed=2)
+    packed = ours.fourbit()
+    assert (packed is not None) == (kind in FOUR_BITS)
+    if packed is None:
+        return
+    assert packed.words.dtype == torch.int32
+    assert packed.words.shape == (6, 64)
+    assert packed.scales.shape == packed.offsets.shape == (6, 16)
+    assert packed.order is None
+    # an offset of 128 scales is far larger than the values, so it costs some of their last bits
+    atol = 1e-6 * float(packed.offsets.abs().max())
+    torch.testing.assert_close(unpacked(packed), values, rtol=1e-6, atol=atol)
+    [_, second] = [part.fourbit() for part in ours.split([4, 2])]
+    assert second is not None
+    assert torch.equal(second.words, packed.words[4:])
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
+def test_scales_that_are_no_numbers_are_told(kind: str, number: float) -> None:
+    ours, _ = weight(kind)
+    ours.check()
+    sound = ours.data.clone()
+    for at in HALVES[kind] or (0,):
+        ours.data = sound.clone()
+        row = ours.data[4].view(-1, BLOCKS[kind][1])
+        if HALVES[kind]:
+            row[-1, at : at + 2] = torch.tensor([number], dtype=torch.float16).view(torch.uint8)
+        else:
+            row[-1, 0] = 255
+        with pytest.raises(
+            ModelError, match=r"^target model 'x': x.gguf has scales in blk.0.ffn_up.weight that are NaN"
+        ):
+            ours.check()
+
+
+def test_the_largest_scales_of_mxfp4_are_finite() -> None:
+    data = torch.tensor([[gguf_formats.LARGEST_E8M0, *(0x7F,) * 16]], dtype=torch.uint8)  # levels 12 and -12
+    largest = GgufWeight("w", data, "MXFP4", "x")
+    largest.check()
+    assert bool(largest.dequantize().isfinite().all())
+    packed = largest.fourbit()
+    assert packed is not None
+    assert torch.equal(unpacked(packed), largest.dequantize())
+    data[0, 0] += 1
+    with pytest.raises(ModelError, match="NaN or infinite"):
+        largest.check()
