@@ -156,13 +156,15 @@ def outlier_channels(largest: Tensor) -> Tensor:
     return largest.topk(min(OUTLIERS, len(largest) // 2)).indices.sort().values
 
 
-def int4_sums(x: Tensor, levels: Tensor, scales: Tensor, offsets: Tensor) -> Tensor:
+def int4_sums(x: Tensor, levels: Tensor, scales: Tensor, offsets: Tensor, table: Tensor | None = None) -> Tensor:
     """Return the product [r, o] float32 of integers x [r, i] with weights scale * level + offset.
 
-    levels [o, i]: 0 .. 15. scales, offsets [o, g]: one for each i / g inputs, of 11 bits. Group by group, scale times
-    the sum of products and offset times the sum of x are added to the result, which is rounded once after each.
+    levels [o, i]: 0 .. 15. table: [16] uint8, the numbers in place of the levels. scales, offsets [o, g]: one for each
+    i / g inputs, of 11 bits. Group by group, scale times the sum of products and offset times the sum of x are added to
+    the result, which is rounded once after each.
     """
     groups = scales.shape[1]
+    levels = levels if table is None else table[levels.long()]
     x, levels = (side.double().unflatten(1, (groups, -1)) for side in (x, levels))
     result = x.new_zeros(len(x), len(levels))
     for group in range(groups):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from dsbd_cli.ops import select
 from dsbd_cli.ops.cpu.runtime import unloadable
@@ -57,3 +58,14 @@ def only(
 def refuse() -> None:
     """What numba says beside a numpy that it does not know."""
     raise ImportError("Numba needs NumPy 2.4 or less")
+
+
+def int4_parts(product: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The levels [o, i] of packed weights, and their scales and offsets [o, i / 32], not yet multiplied by a factor."""
+    blocks, groups, _ = product.weights.shape
+    words, *factors = product.weights.split((4 * 256, 128, 128), -1)
+    words = words.reshape(blocks, groups, 4, 64, 4)
+    halves = torch.stack((words & 15, words >> 4), 3)  # [blocks, groups, line, half, column, byte]
+    levels = halves.permute(0, 4, 1, 2, 3, 5).reshape(blocks * 64, groups * 32)
+    scales, offsets = (part.contiguous().view(torch.float16).mT.reshape(blocks * 64, groups) for part in factors)
+    return levels, scales, offsets

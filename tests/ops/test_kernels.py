@@ -30,6 +30,7 @@ from dsbd_cli.ops.cpu import layer
 from dsbd_cli.ops.cpu.runtime import FLOATS
 from dsbd_cli.ops.processor import VARIABLE, Processor, current, possible
 from dsbd_cli.ops.recording import Arena
+from tests.helpers.kernels import int4_parts
 
 ROOT = Path(__file__).parents[2]
 THREADS = 1, 2, 3
@@ -241,19 +242,12 @@ def int8(op: Any, dtype: torch.dtype) -> None:
         assert product(x[:0]).shape == (0, outputs)
 
 
-def int4_parts(product: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """The levels [o, i] of packed weights, and their scales and offsets [o, i / 32], not yet multiplied by a factor."""
-    blocks, groups, _ = product.weights.shape
-    words, *factors = product.weights.split((4 * 256, 128, 128), -1)
-    words = words.reshape(blocks, groups, 4, 64, 4)
-    halves = torch.stack((words & 15, words >> 4), 3)  # [blocks, groups, line, half, column, byte]
-    levels = halves.permute(0, 4, 1, 2, 3, 5).reshape(blocks * 64, groups * 32)
-    scales, offsets = (part.contiguous().view(torch.float16).mT.reshape(blocks * 64, groups) for part in factors)
-    return levels, scales, offsets
+# the largest bytes, whose sums need the most bits, and those of no order
+TABLE = torch.tensor([255, 254, 255, 0, 128, 127, 241, 1, 255, 255, 3, 64, 200, 90, 255, 253], dtype=torch.uint8)
 
 
 def int4(op: Any, dtype: torch.dtype) -> None:
-    """The bits of the reference without outliers. Groups whose weights are all alike, and rows of zeros."""
+    """The bits of the reference without outliers, with and without a table. Equal weights, and rows of zeros."""
     for rows, inputs, outputs, count in ((9, 160, 72, 1), (37, 170, 130, 3), (130, 2400, 200, 32)):
         weight, bias = normal(dtype, outputs, inputs, seed=1) / 50, normal(dtype, outputs, seed=2)
         weight[3, :64], weight[5] = 0.25, 0
@@ -279,9 +273,14 @@ def int4(op: Any, dtype: torch.dtype) -> None:
             assert finite.sum() == rows * (outputs - 1)
         zero_bias = op([weight], outliers, torch.zeros_like(bias), select.packed_linear)
         x_levels, steps, outlier_x, sums = product.levels(x)
-        ours = zero_bias.multiply(x_levels, torch.ones_like(steps), torch.zeros_like(outlier_x), sums)
-        exact = reference.int4_sums(x_levels, levels, scales, offsets) * product.scales
-        assert torch.equal(ours, exact.to(dtype)[:, :outputs])
+        x_levels[0], sums[0] = 127, 127 * 32  # the largest sums
+        parts = x_levels, torch.ones_like(steps), torch.zeros_like(outlier_x), sums
+        for table in (None, TABLE):
+            zero_bias.table = table
+            exact = reference.int4_sums(x_levels, levels, scales, offsets, table) * product.scales
+            for some in {rows, *range(1, 15)}:  # each size of a tile
+                ours = zero_bias.multiply(*(part[:some] for part in parts))
+                assert torch.equal(ours, exact.to(dtype)[:some, :outputs])
 
         def plain(x: Tensor, stored: Tensor = stored, weight: Tensor = weight, bias: Tensor = bias,
                   outliers: Tensor = outliers) -> Tensor:  # fmt: skip
@@ -307,7 +306,8 @@ def bits(weights: str, dtype: torch.dtype) -> str:
         x[:, 3:90:29] *= 100
         with torch.inference_mode():
             product = kind([weight], torch.tensor([3, 32, 61]), bias, select.packed_linear)
-            digest.update(product(x).contiguous().view(torch.uint8).numpy().tobytes())
+            for product.table in (None, TABLE) if weights == "int4" else (None,):
+                digest.update(product(x).contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -33,10 +33,11 @@ FEW_ROWS, PIECE = 4, 16  # for more rows than these a thread works on PIECE grou
 
 class CompiledInt4(int8.CompiledInt8):
     """Weights and products by kernels/int4.py. weights: [blocks, g, GROUP_BYTES] uint8. scales: [o] float32, the factor
-    of an output's scales and offsets."""
+    of an output's scales and offsets. table: [16] uint8, the numbers in place of the levels; None: themselves."""
 
     inputs_step = GROUP
     zero_point = 0
+    table: Tensor | None = None
 
     def __init__(
         self,
@@ -110,7 +111,7 @@ class CompiledInt4(int8.CompiledInt8):
         rows = len(levels)
         narrow = current() < Processor.AVX512 and rows > 1  # it reads groups strip by strip
         piece = PIECE if narrow or rows > FEW_ROWS else self._groups
-        return self._multiply(compiled()[0], self._groups, piece, sums, levels, steps, outlier_x)
+        return self._multiply(compiled()[0], self._groups, piece, sums, levels, steps, outlier_x, self.table)
 
 
 def fault(backend: type[CompiledInt4], linear: int8.Linear) -> str | None:

@@ -59,11 +59,12 @@ class QuantizeRowArguments(ctypes.Structure):
 
 class Int8Arguments(ctypes.Structure):
     """Arguments of the kernel that multiplies: sizes, addresses, and strides in bytes. few_words: of a row of outliers,
-    which are float32, or pairs of bfloat16. In int4 quads is the number of groups, and offsets has the sums of x."""
+    which are float32, or pairs of bfloat16. In int4 quads is the number of groups, offsets has the sums of x, and table
+    the bytes that take the place of the levels, [16]; 0: nothing does."""
 
     _fields_ = fields(
         *PRODUCT, "levels", "levels_row", "weights", "quads", "piece", "offsets", "scales", "steps", "few",
-        "few_weights", "few_words", "bias", "out", "out_row", "narrow",
+        "few_weights", "few_words", "bias", "out", "out_row", "narrow", "table",
     )  # fmt: skip
 
 
@@ -218,6 +219,7 @@ class CompiledInt8:
         levels: Tensor,
         steps: Tensor,
         outlier_x: Tensor,
+        table: Tensor | None = None,
     ) -> Tensor:
         """Run a kernel that multiplies. lines: of a block of weights, or its groups, of which a thread works on `piece`
         at a time."""
@@ -230,6 +232,7 @@ class CompiledInt8:
             offsets.data_ptr(), self.scales.data_ptr(), steps.data_ptr(), outlier_x.data_ptr(),
             self._outlier_lines.data_ptr(), self._outlier_lines.shape[1], self._bias.data_ptr(), out.data_ptr(),
             columns * out.element_size(), out.element_size() == 2,
+            0 if table is None else table.data_ptr(),
         )  # fmt: skip
         recording.launch(kernel, arguments, rows * columns * self._inputs, parts.items)
         return out if columns == self._outputs else out[:, : self._outputs]

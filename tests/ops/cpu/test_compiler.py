@@ -284,6 +284,26 @@ def test_kernels_of_two_processes_do_not_share_their_parts(tmp_path: Path) -> No
     assert (together, turned) == ([one, two], [two, one])
 
 
+@pytest.mark.parametrize("name", ["coverage.py", "coverage/report.html"])
+def test_a_program_may_have_files_named_coverage(name: str, tmp_path: Path) -> None:
+    """Guards all kernels: numba cannot be imported where such a file, or folder, takes the place of the package."""
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).touch()
+    code = """
+import dsbd_cli.ops.cpu.kernels.simd, coverage, sys
+print(coverage.__path__[0] if hasattr(coverage, "__path__") else coverage.__file__, "numba" in sys.modules)
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ran.stdout.split() == [str(tmp_path / Path(name).parts[0]), "True"]
+
+
 AVX2 = "+avx,+avx2,+bmi,+bmi2,+f16c,+fma,+lzcnt,+popcnt,+sse,+sse2,+sse3,+sse4.1,+sse4.2,+ssse3,+xsave"
 AVX512 = f"{AVX2},+avx512f,+avx512bw,+avx512cd,+avx512dq,+avx512vl"
 PROCESSORS = {

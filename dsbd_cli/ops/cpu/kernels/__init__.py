@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
-from numba.core import config
-from numba.core.codegen import get_host_cpu_features
+import importlib
+import sys
+from typing import Any
 
 from dsbd_cli.ops.processor import current, plain, possible
+
+
+def _import_numba() -> Any:
+    """Import numba without the package `coverage`, and return its configuration.
+
+    numba looks for that package, and cannot be imported where Python instead finds a coverage.py, or a folder of that
+    name, beside the program.
+    """
+    modules: dict[str, Any] = sys.modules
+    hidden = {"coverage": modules["coverage"]} if "coverage" in modules else {}
+    modules["coverage"] = None  # an import of it fails
+    try:
+        return importlib.import_module("numba.core.config")
+    finally:
+        del modules["coverage"]
+        modules.update(hidden)
+
+
+config = _import_numba()
 
 
 def _limit_numba() -> None:
@@ -14,6 +34,8 @@ def _limit_numba() -> None:
 
     Raises RuntimeError where it would compile for less: LLVM ends the process at an instruction that is missing.
     """
+    from numba.core.codegen import get_host_cpu_features
+
     needed = current().instructions
     flags = (get_host_cpu_features() if config.CPU_FEATURES is None else config.CPU_FEATURES).split(",")
     if not needed <= {plain(flag[1:]) for flag in flags if flag.startswith("+")}:

@@ -4,7 +4,8 @@ A block of COLUMNS outputs is stored group by group. A group of GROUP inputs has
 holds the inputs 8 l .. 8 l + 7 of its column: the first four in the lower halves of its bytes, the others in the upper
 halves. Scales and offsets of the columns follow, in float16.
 
-A product multiplies levels by the integers of x, exactly. Then it adds scale * sum and offset * (sum of x) to a float32
+A product multiplies levels by the integers of x, exactly, or the bytes of a table that stand in their place. Then it
+adds scale * sum and offset * (sum of x) to a float32
 sum, group by group from the first to the last. So the bits of a row do not depend on the other rows, on the threads or
 on the processor.
 
@@ -29,6 +30,7 @@ from dsbd_cli.ops.cpu.kernels.int8 import (
     OUTLIER_WORDS,
     PIECE,
     QUADS,
+    TABLE,
     W_INPUTS,
     W_ITEMS,
     W_KEPT,
@@ -95,6 +97,7 @@ LINES = GROUP // 8  # of a group
 SCALES_AT, OFFSETS_AT = LINES * LINE, LINES * LINE + 2 * COLUMNS
 MOST_ROWS = 4  # of a tile
 HALVES, VECTOR_BYTES = ir.VectorType(ir.HalfType(), LANES), LANES * WORD
+HALF = ir.VectorType(I32, LANES // 2)
 BYTES, SHORTS = ir.VectorType(ir.IntType(8), 2 * LANES), ir.VectorType(ir.IntType(16), LANES)
 KIND = "dpbusd" if int8_tile() == "amx" else int8_tile() or "signs"
 
@@ -103,39 +106,57 @@ def _plus(builder: Any, address: Any, distance: int) -> Any:
     return builder.add(address, ir.Constant(I64, distance))
 
 
+def _joined(builder: Any, parts: list[Any]) -> Any:
+    return parts[0] if len(parts) == 1 else builder.shuffle_vector(*parts, ir.Constant(WHOLES, [*range(LANES)]))
+
+
+def _looked_up(builder: Any, table: Any, levels: Any) -> Any:
+    """Return the bytes of a table in place of levels. table: its 16 bytes, repeated."""
+    name, size = ("llvm.x86.avx512.pshuf.b.512", 4 * LANES) if WIDE else ("llvm.x86.avx2.pshuf.b", 2 * LANES)
+    kind, words = ir.VectorType(ir.IntType(8), size), ir.VectorType(I32, size // 4)
+    pairs = zip(*([side] if WIDE else halves(builder, side) for side in (table, levels)), strict=True)
+    parts = [called(builder, name, kind, *(builder.bitcast(side, kind) for side in pair)) for pair in pairs]
+    return _joined(builder, [builder.bitcast(part, words) for part in parts])
+
+
 class _Sums:
     """Sums of LANES products of levels with x: int32, or with AVX2 alone int16, which a group cannot overflow:
-    GROUP / 4 * (2 * 15 * 127) = 30,480."""
+    GROUP / 4 * (2 * 15 * 127) = 30,480. large: levels are 0 .. 255, with AVX2 alone multiplied in 16 bits."""
 
-    def __init__(self, builder: Any) -> None:
-        self._builder = builder
-        kinds = {"dpbusd": [WHOLES], "half_dpbusd": [ir.VectorType(I32, LANES // 2)] * 2, "signs": [SHORTS] * 2}[KIND]
+    def __init__(self, builder: Any, large: bool) -> None:
+        self._builder, self._kind = builder, "words" if large and KIND == "signs" else KIND
+        kinds = {"dpbusd": [WHOLES], "signs": [SHORTS] * 2}.get(self._kind, [HALF] * 2)
         self._parts = [ir.Constant(kind, [0] * kind.count) for kind in kinds]
 
     def multiply(self, levels: Any, x: Any) -> None:
         """Add the products of four levels and four integers of x in each word."""
         sides = (
             [(levels, x)]
-            if KIND == "dpbusd"
+            if self._kind == "dpbusd"
             else zip(*(halves(self._builder, side) for side in (levels, x)), strict=True)
         )
         self._parts = [self._added(part, *pair) for part, pair in zip(self._parts, sides, strict=True)]
 
     def _added(self, part: Any, levels: Any, x: Any) -> Any:
         builder = self._builder
-        if KIND != "signs":
-            return called(builder, INSTRUCTIONS[KIND], part.type, part, levels, x)
-        pairs = (builder.bitcast(side, BYTES) for side in (levels, x))
-        return builder.add(part, called(builder, "llvm.x86.avx2.pmadd.ub.sw", SHORTS, *pairs))
+        if self._kind == "signs":
+            pairs = (builder.bitcast(side, BYTES) for side in (levels, x))
+            return builder.add(part, called(builder, "llvm.x86.avx2.pmadd.ub.sw", SHORTS, *pairs))
+        if self._kind != "words":
+            return called(builder, INSTRUCTIONS[self._kind], part.type, part, levels, x)
+        byte, (levels, x) = ir.Constant(SHORTS, [8] * LANES), (builder.bitcast(side, SHORTS) for side in (levels, x))
+        lower = builder.and_(levels, ir.Constant(SHORTS, [255] * LANES)), builder.ashr(builder.shl(x, byte), byte)
+        for pair in (lower, (builder.lshr(levels, byte), builder.ashr(x, byte))):
+            part = builder.add(part, called(builder, "llvm.x86.avx2.pmadd.wd", HALF, *pair))
+        return part
 
     def floats(self) -> Any:
         """Return the sums as float32."""
         builder, parts = self._builder, self._parts
-        if KIND == "signs":
-            whole, ones = ir.VectorType(I32, LANES // 2), ir.Constant(SHORTS, [1] * LANES)
-            parts = [called(builder, "llvm.x86.avx2.pmadd.wd", whole, part, ones) for part in parts]
-        joined = parts[0] if len(parts) == 1 else builder.shuffle_vector(*parts, ir.Constant(WHOLES, [*range(LANES)]))
-        return builder.sitofp(joined, VECTOR)
+        if self._kind == "signs":
+            ones = ir.Constant(SHORTS, [1] * LANES)
+            parts = [called(builder, "llvm.x86.avx2.pmadd.wd", HALF, part, ones) for part in parts]
+        return builder.sitofp(_joined(builder, parts), VECTOR)
 
 
 def _columns(rows: int) -> int:
@@ -143,16 +164,16 @@ def _columns(rows: int) -> int:
     return COLUMNS if WIDE or rows == 1 else 2 * LANES if rows == 2 else LANES
 
 
-def _tile(rows: int) -> Any:
+def _tile(rows: int, has_table: bool) -> Any:
     """Return an operation that adds the products of rows of x, `x_row` bytes apart, with `groups` groups of weights to
     float32 sums [rows, COLUMNS], in `_columns` of them from `first` on. x_sums: of groups of x, `x_sums_row` bytes
-    apart. later: where it prefetches as many bytes as it reads."""
+    apart. table: address of the table of levels. later: where it prefetches as many bytes as it reads."""
     vectors = _columns(rows) // LANES
     share = GROUP_BYTES * vectors * LANES // COLUMNS
 
     def build(
-        builder: Any, x: Any, x_row: Any, x_sums: Any, x_sums_row: Any, weights: Any, groups: Any, sums: Any,
-        first: Any, later: Any,
+        builder: Any, x: Any, x_row: Any, x_sums: Any, x_sums_row: Any, table: Any, weights: Any, groups: Any,
+        sums: Any, first: Any, later: Any,
     ) -> None:  # fmt: skip
         def at(base: Any, number: Any, size: int) -> Any:
             return builder.add(base, builder.mul(number, ir.Constant(I64, size)))
@@ -162,6 +183,9 @@ def _tile(rows: int) -> Any:
         sums_of_x = [builder.add(x_sums, builder.mul(x_sums_row, r)) for r in numbers]
         results = [[_plus(builder, at(sums, first, WORD), r * LINE + v * VECTOR_BYTES) for v in range(vectors)]
                    for r in range(rows)]  # fmt: skip
+        if has_table:
+            table = loaded(builder, table, ir.VectorType(I32, 4), 1)
+            table = builder.shuffle_vector(table, table, ir.Constant(WHOLES, [*range(4)] * (LANES // 4)))
         entry, loop, done = builder.basic_block, *map(builder.append_basic_block, ("group", "done"))
         builder.branch(loop)
         builder.position_at_end(loop)
@@ -175,12 +199,13 @@ def _tile(rows: int) -> Any:
             for distance in range(AHEAD, AHEAD + GROUP_BYTES, CACHE_LINE):
                 prefetch(builder, _plus(builder, base, distance))
         low, shift = (ir.Constant(WHOLES, [number] * LANES) for number in (0x0F0F0F0F, 4))
-        products = [[_Sums(builder) for _ in range(vectors)] for _ in range(rows)]
+        products = [[_Sums(builder, has_table) for _ in range(vectors)] for _ in range(rows)]
         for line in range(LINES):
             sides = []
             for v in range(vectors):
                 word = loaded(builder, _plus(builder, words, line * LINE + v * VECTOR_BYTES), WHOLES, CACHE_LINE)
-                sides.append((builder.and_(word, low), builder.and_(builder.lshr(word, shift), low)))
+                levels = builder.and_(word, low), builder.and_(builder.lshr(word, shift), low)
+                sides.append([_looked_up(builder, table, half) for half in levels] if has_table else levels)
             for row, row_products in zip(rows_of_x, products, strict=True):
                 quads = _plus(builder, at(row, group, GROUP), line * 2 * WORD)
                 for half in range(2):
@@ -204,60 +229,65 @@ def _tile(rows: int) -> Any:
         group.add_incoming(following, loop)
         builder.position_at_end(done)
 
-    return operation(types.void, *(types.int64,) * 9)(build)
+    return operation(types.void, *(types.int64,) * 10)(build)
 
 
-def _strips(rows: int) -> Any:
+def _strips(rows: int, has_table: bool) -> Any:
     """Return a function of numba that multiplies so many rows by whole groups, one strip of columns after another."""
-    multiply, columns = _tile(rows), _columns(rows)
+    multiply, columns = _tile(rows, has_table), _columns(rows)
     share = GROUP_BYTES * columns // COLUMNS
 
-    def strips(x, x_row, x_sums, x_sums_row, weights, groups, sums):
+    def strips(x, x_row, x_sums, x_sums_row, table, weights, groups, sums):
         later = weights + groups * GROUP_BYTES
         for first in range(0, COLUMNS, columns):
-            multiply(x, x_row, x_sums, x_sums_row, weights, groups, sums, first, later)
+            multiply(x, x_row, x_sums, x_sums_row, table, weights, groups, sums, first, later)
             later += groups * share
 
     return njit(error_model="numpy")(strips)
 
 
-one, two, three, four = map(_strips, range(1, MOST_ROWS + 1))
+def _adding_up(has_table: bool) -> Any:
+    """Return a function of numba that computes the sums [count, COLUMNS] of a block of outputs, float32."""
+    one, two, three, four = (_strips(rows, has_table) for rows in range(1, MOST_ROWS + 1))
+
+    def add_up(at, block, first, count, sums):
+        groups, x_row, table = get_i64(at + QUADS), get_i64(at + LEVELS_ROW), get_i64(at + TABLE)
+        for r in range(count):
+            clear_line(sums + r * LINE)
+        weights, done = get_i64(at + WEIGHTS) + block * groups * GROUP_BYTES, types.int64(0)
+        tiles = (count + MOST_ROWS - 1) // MOST_ROWS
+        while done < groups:
+            steps, here = min(get_i64(at + PIECE), groups - done), weights + done * GROUP_BYTES
+            for number in range(tiles):
+                low = number * count // tiles
+                rows = (number + 1) * count // tiles - low
+                x = get_i64(at + LEVELS) + (first + low) * x_row + done * GROUP
+                x_sums = get_i64(at + OFFSETS) + ((first + low) * groups + done) * WORD
+                out = sums + low * LINE
+                if rows == 4:
+                    four(x, x_row, x_sums, groups * WORD, table, here, steps, out)
+                elif rows == 3:
+                    three(x, x_row, x_sums, groups * WORD, table, here, steps, out)
+                elif rows == 2:
+                    two(x, x_row, x_sums, groups * WORD, table, here, steps, out)
+                else:
+                    one(x, x_row, x_sums, groups * WORD, table, here, steps, out)
+            done += steps
+
+    return njit(error_model="numpy")(add_up)
 
 
-@njit(error_model="numpy")
-def add_up(at, block, first, count, sums):
-    """Compute the sums [count, COLUMNS] of a block of outputs, float32."""
-    groups, x_row = get_i64(at + QUADS), get_i64(at + LEVELS_ROW)
-    for r in range(count):
-        clear_line(sums + r * LINE)
-    weights, done = get_i64(at + WEIGHTS) + block * groups * GROUP_BYTES, types.int64(0)
-    tiles = (count + MOST_ROWS - 1) // MOST_ROWS
-    while done < groups:
-        steps, here = min(get_i64(at + PIECE), groups - done), weights + done * GROUP_BYTES
-        for number in range(tiles):
-            low = number * count // tiles
-            rows = (number + 1) * count // tiles - low
-            x = get_i64(at + LEVELS) + (first + low) * x_row + done * GROUP
-            x_sums = get_i64(at + OFFSETS) + ((first + low) * groups + done) * WORD
-            out = sums + low * LINE
-            if rows == 4:
-                four(x, x_row, x_sums, groups * WORD, here, steps, out)
-            elif rows == 3:
-                three(x, x_row, x_sums, groups * WORD, here, steps, out)
-            elif rows == 2:
-                two(x, x_row, x_sums, groups * WORD, here, steps, out)
-            else:
-                one(x, x_row, x_sums, groups * WORD, here, steps, out)
-        done += steps
-
-
+add_up, add_up_by_table = _adding_up(False), _adding_up(True)
 finish = finishing(load_f32)
 
 
 @njit(error_model="numpy")
 def add_up_and_finish(at, block, first, count, sums):
     outlier_sums = sums + get_i64(at + CHUNK) * LINE
-    add_up(at, block, first, count, sums)
+    if get_i64(at + TABLE):
+        add_up_by_table(at, block, first, count, sums)
+    else:
+        add_up(at, block, first, count, sums)
     add_up_outliers(at, block, first, count, get_i64(at + OUTLIER_WORDS), outlier_sums)
     finish(at, block, first, count, sums, outlier_sums)
 
