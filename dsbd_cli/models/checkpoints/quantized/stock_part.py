@@ -15,7 +15,7 @@ from torch import Tensor
 from dsbd_cli.errors import ModelError, UnsupportedModelError
 from dsbd_cli.models.checkpoints.checkpoint import quiet
 from dsbd_cli.models.checkpoints.loader import attention_of, check_report
-from dsbd_cli.models.checkpoints.quantized.integers import WeightTensors
+from dsbd_cli.models.checkpoints.quantized.groupwise import WeightTensors
 from dsbd_cli.ops.quantized_weight import QuantizedWeight
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dsbd_cli.errors import ModelError
-from dsbd_cli.models.checkpoints.quantized.integers import quantized_tensors
+from dsbd_cli.models.checkpoints.quantized.groupwise import quantized_tensors
 from dsbd_cli.models.checkpoints.quantized.settings import Quantization, quantization_of
 from dsbd_cli.ops.quantized_weight import QuantizedWeight
 from tests.models.checkpoints.quantized.packing import Layer, checkpoint, compressed_config

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 from dsbd_cli.errors import ModelError
-from dsbd_cli.models.checkpoints.quantized.integers import WeightTensors, quantized_tensors
+from dsbd_cli.models.checkpoints.quantized.groupwise import WeightTensors, quantized_tensors
 from dsbd_cli.models.checkpoints.quantized.settings import Quantization, quantization_of
 from dsbd_cli.models.checkpoints.quantized.stock_part import stock_part
 from tests.models.checkpoints.quantized.packing import Layer, checkpoint
