@@ -62,7 +62,7 @@ def packed(tensors: dict[str, Callable[[], Tensor]]) -> WeightTensors:
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_whole_model_is_transformers_own(tied: bool) -> None:
     model, tensors = quantised(llama(tied=tied))
-    made = stock_part(llama(tied=tied), packed(tensors), torch.float32, 3, V, NAME)
+    made = stock_part(llama(tied=tied), packed(tensors), torch.float32, 9, V + 1, NAME)
     assert not made.training
     assert not any(weight.requires_grad for weight in made.parameters())
     with torch.inference_mode():
