@@ -12,6 +12,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from dsbd_cli import ModelSpec, load
 from dsbd_cli.errors import UsageError
 from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
+from dsbd_cli.models.checkpoints.loader import load_network
+from dsbd_cli.models.checkpoints.quantized.groupwise import quantized_tensors
+from dsbd_cli.models.checkpoints.quantized.settings import Quantization, quantization_of
+from dsbd_cli.ops.quantized_weight import QuantizedWeight
 
 
 def quantized(folder: Path, scheme: str, form: str) -> LlamaForCausalLM:
@@ -75,3 +79,21 @@ def test_int8_on_top_is_refused(tmp_path: Path) -> None:
     quantized(tmp_path, "W8A16", "pack-quantized")
     with pytest.raises(UsageError, match="is quantised already"):
         load(ModelSpec(str(tmp_path), device="cpu", quantize="int8"), None)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "form"), [("W8A16", "pack-quantized"), ("W4A16", "pack-quantized"), ("W8A8", "int-quantized")]
+)
+def test_its_packed_weights_are_those_that_transformers_makes(tmp_path: Path, scheme: str, form: str) -> None:
+    quantized(tmp_path, scheme, form)
+    checkpoint = Checkpoint.open(ModelSpec(str(tmp_path), device="cpu"))
+    quantization = quantization_of(checkpoint.config)
+    assert isinstance(quantization, Quantization)
+    theirs = load_network(checkpoint).state_dict()
+    packed = 0
+    for name, read in quantized_tensors(checkpoint.tensors, quantization, checkpoint.name).items():
+        weight = read()
+        packed += isinstance(weight, QuantizedWeight)
+        plain = weight.dequantize() if isinstance(weight, QuantizedWeight) else weight
+        assert torch.allclose(plain, theirs[name], rtol=1e-6, atol=0), name
+    assert packed == 14

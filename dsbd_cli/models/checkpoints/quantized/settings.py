@@ -66,7 +66,7 @@ def quantization_of(config: Any) -> Quantization | str | None:
         return None
     try:
         if not isinstance(settings, Mapping):
-            raise _UnreadError(f"its quantization_config is {shorten(settings)}, but must be an object")
+            raise _UnreadError(f"its quantization_config is {shorten(settings)}, but an object must stand there")
         method = _word(settings, "quant_method", None)
         if method not in _READERS:
             said = "that quantization_config does not name" if method is None else f"called {shorten(method)}"
@@ -151,13 +151,6 @@ def _gptq(settings: Mapping[str, Any]) -> Quantization:
         raise _UnreadError(f"its GPTQ weights have the layout {shorten(form)}, which is not read: {INSTEAD}")
     if _word(settings, "pack_dtype", "int32") != "int32":
         raise _UnreadError(f"its GPTQ weights are packed into {shorten(settings['pack_dtype'])}, and int32 is read")
-    rules = settings.get("dynamic") or {}
-    if not isinstance(rules, Mapping) or not all(isinstance(rule, str) for rule in rules):
-        raise _UnreadError(f"its quantization_config says dynamic = {shorten(rules)}, but rules must stand there")
-    if changed := [rule for rule, changes in rules.items() if not rule.startswith("-:") and changes]:
-        raise _UnreadError(
-            f"its layers are quantised in several ways (dynamic: {shorten(changed[0])}), and one way is read: {INSTEAD}"
-        )
     return Quantization(
         GPTQ,
         form,
@@ -165,20 +158,34 @@ def _gptq(settings: Mapping[str, Any]) -> Quantization:
         _group_size({"group_size": 128, **settings}, ("group_size",)),
         symmetric=_flag(settings, "sym"),
         ordered=_flag(settings, "desc_act"),
-        unquantized=(*_names(settings, "modules_to_not_convert"), *(rule for rule in rules if rule.startswith("-:"))),
+        unquantized=(*_names(settings, "modules_to_not_convert"), *_left_out(settings)),
     )
 
 
+def _left_out(settings: Mapping[str, Any]) -> list[str]:
+    """Return the patterns of layers that GPTQModel has left out. Its other rules are not read."""
+    rules = settings.get("dynamic") or {}
+    if not isinstance(rules, Mapping) or not all(isinstance(rule, str) for rule in rules):
+        raise _UnreadError(f"its quantization_config says dynamic = {shorten(rules)}, but rules must stand there")
+    if changed := [rule for rule, changes in rules.items() if not rule.startswith("-:") and changes]:
+        raise _UnreadError(
+            f"its layers are quantised in several ways (dynamic: {shorten(changed[0])}), and one way is read: {INSTEAD}"
+        )
+    return [rule for rule in rules if rule.startswith("-:")]
+
+
 def _awq(settings: Mapping[str, Any]) -> Quantization:
-    form = _word(settings, "version", None) or _word(settings, "format", "gemm")
+    form = next(
+        filter(None, (_word(settings, name, None) for name in ("version", "checkpoint_format", "format"))), "gemm"
+    )
     if form not in ("gemm", "gemv") or _word(settings, "backend", None) == "llm-awq":
         raise _UnreadError(f"its AWQ weights have the layout {shorten(form)}, and gemm or gemv is read: {INSTEAD}")
     return Quantization(
         AWQ,
-        str(form),
-        _bits({"bits": settings.get("w_bit", 4), **settings}, ("bits",), (4,)),
+        form,
+        _bits({"w_bit": 4, **settings}, ("bits", "w_bit"), (4,)),
         _group_size({"q_group_size": 128, **settings}, ("group_size", "q_group_size")),
-        unquantized=_names(settings, "modules_to_not_convert"),
+        unquantized=(*_names(settings, "modules_to_not_convert"), *_left_out(settings)),
     )
 
 
@@ -224,13 +231,15 @@ def _scheme(group: Mapping[str, Any], settings: Mapping[str, Any]) -> Quantizati
         )
     if weights.get("dynamic"):
         raise _UnreadError(f"its quantization_config says dynamic = {shorten(weights['dynamic'])} of weights")
-    order = weights.get("actorder")
+    symmetric, order = _flag(weights, "symmetric", True), weights.get("actorder")
+    if floating and not symmetric:
+        raise _UnreadError(f"its weights are {form} with zero points, which is not read: {INSTEAD}")
     return Quantization(
         COMPRESSED,
         str(form),
         _bits({"num_bits": 8, **weights}, ("num_bits",), (2, 3, 4, 5, 6, 7, 8) if form == PACKED else (8,)),
         _group_size(weights, ("group_size",)) if strategy == "group" else WHOLE,
-        symmetric=_flag(weights, "symmetric", True),
+        symmetric=symmetric,
         ordered=order is True or _word({"actorder": order or None}, "actorder", None) in ("group", "dynamic"),
         floating=floating,
         shared=strategy == "tensor",

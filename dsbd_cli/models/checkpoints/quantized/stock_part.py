@@ -15,7 +15,7 @@ from torch import Tensor
 from dsbd_cli.errors import ModelError, UnsupportedModelError
 from dsbd_cli.models.checkpoints.checkpoint import quiet
 from dsbd_cli.models.checkpoints.loader import attention_of, check_report
-from dsbd_cli.models.checkpoints.quantized.integers import WeightTensors
+from dsbd_cli.models.checkpoints.quantized.groupwise import WeightTensors
 from dsbd_cli.ops.quantized_weight import QuantizedWeight
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
@@ -82,8 +82,8 @@ def part_config(config: Any, layers: int, vocabulary: int) -> Any:
     for field, value in list(vars(text).items()):
         if isinstance(value, list | tuple) and len(value) == whole:
             setattr(text, field, value[:layers])
-    text.num_hidden_layers, text.vocab_size = layers, vocabulary
-    if isinstance(text.pad_token_id, int) and text.pad_token_id >= vocabulary:
+    text.num_hidden_layers, text.vocab_size = min(layers, whole), min(vocabulary, text.vocab_size)
+    if isinstance(text.pad_token_id, int) and text.pad_token_id >= text.vocab_size:
         text.pad_token_id = None
     for settings in (part, text):
         for field in ("quantization_config", "compression_config"):

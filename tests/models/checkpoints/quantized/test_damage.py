@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dsbd_cli.errors import ModelError
-from dsbd_cli.models.checkpoints.quantized.integers import quantized_tensors
+from dsbd_cli.models.checkpoints.quantized.groupwise import quantized_tensors
 from dsbd_cli.models.checkpoints.quantized.settings import Quantization, quantization_of
 from dsbd_cli.ops.quantized_weight import QuantizedWeight
 from tests.models.checkpoints.quantized.packing import Layer, checkpoint, compressed_config
@@ -74,7 +74,7 @@ def damaged(draw: st.DrawFn) -> tuple[Quantization, dict[str, Tensor]]:
         bits, stored = 8, torch.randint(-128, 128, layer.levels.shape).to(torch.int8)
         parts = {"weight": stored, "weight_scale": layer.scales}
         if form == "float-quantized":
-            parts["weight"] = stored.view(torch.float8_e4m3fn)
+            parts["weight"] = torch.randn(stored.shape).to(torch.float8_e4m3fn)
     floating, shared = form == "float-quantized", draw(st.booleans()) and method == "compressed-tensors"
     if draw(st.booleans()):
         group = draw(st.sampled_from([1, 24, 128, 1 << 24, -1]))

@@ -104,7 +104,7 @@ def compressed(**changes: Any) -> Any:
             SimpleNamespace(quantization_config={"bits": 4}),
             f"its weights are quantised by a method that quantization_config does not name, which is not read{INSTEAD}",
         ),
-        (SimpleNamespace(quantization_config=[4]), "its quantization_config is [4], but must be an object"),
+        (SimpleNamespace(quantization_config=[4]), "its quantization_config is [4], but an object must stand there"),
         (config("gptq"), f"its weights have bits = null, and 2, 3, 4 or 8 is read{INSTEAD}"),
         (config("gptq", bits=5), f"its weights have bits = 5, and 2, 3, 4 or 8 is read{INSTEAD}"),
         (config("awq", bits=3), f"its weights have bits = 3, and 4 is read{INSTEAD}"),
@@ -131,6 +131,14 @@ def compressed(**changes: Any) -> Any:
         (
             config("awq", bits=4, version="gemv_fast"),
             f"its AWQ weights have the layout 'gemv_fast', and gemm or gemv is read{INSTEAD}",
+        ),
+        (
+            config("awq", bits=4, dynamic=[3]),
+            "its quantization_config says dynamic = [3], but rules must stand there",
+        ),
+        (
+            compressed_config(8, None, "channel", symmetric=False, form="float-quantized", kind="float"),
+            f"its weights are float-quantized with zero points, which is not read{INSTEAD}",
         ),
         (several(), f"its layers are quantised in 2 ways, and one way is read{INSTEAD}"),
         (

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 from dsbd_cli.errors import ModelError
-from dsbd_cli.models.checkpoints.quantized.integers import WeightTensors, quantized_tensors
+from dsbd_cli.models.checkpoints.quantized.groupwise import WeightTensors, quantized_tensors
 from dsbd_cli.models.checkpoints.quantized.settings import Quantization, quantization_of
 from dsbd_cli.models.checkpoints.quantized.stock_part import stock_part
 from tests.models.checkpoints.quantized.packing import Layer, checkpoint
@@ -62,7 +62,7 @@ def packed(tensors: dict[str, Callable[[], Tensor]]) -> WeightTensors:
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_whole_model_is_transformers_own(tied: bool) -> None:
     model, tensors = quantised(llama(tied=tied))
-    made = stock_part(llama(tied=tied), packed(tensors), torch.float32, 3, V, NAME)
+    made = stock_part(llama(tied=tied), packed(tensors), torch.float32, 9, V + 1, NAME)
     assert not made.training
     assert not any(weight.requires_grad for weight in made.parameters())
     with torch.inference_mode():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.errors import ModelError
-from dsbd_cli.models.checkpoints.quantized.integers import quantized_tensors
+from dsbd_cli.models.checkpoints.quantized.groupwise import quantized_tensors
 from dsbd_cli.models.checkpoints.quantized.settings import Quantization, quantization_of
 from dsbd_cli.ops.quantized_weight import QuantizedWeight
 from tests.models.checkpoints.quantized.packing import Layer, checkpoint, compressed_config, config, of_fourbit
@@ -106,13 +106,11 @@ def test_compressed_tensors_with_act_order() -> None:
     agrees(read(settings, layer.compressed(symmetric=False, ordered=True)), layer, four=True)
 
 
-def test_compressed_tensors_of_odd_inputs() -> None:
-    layer = Layer.draw(9, 53, -1, 5)
-    agrees(
-        read(compressed_config(5, None, "channel", symmetric=False), layer.compressed(symmetric=False)),
-        layer,
-        four=False,
-    )
+@pytest.mark.parametrize("bits", [4, 5, 8])
+def test_compressed_tensors_of_odd_inputs(bits: int) -> None:
+    layer = Layer.draw(9, 53, -1, bits)
+    settings = compressed_config(bits, None, "channel", symmetric=False)
+    agrees(read(settings, layer.compressed(symmetric=False)), layer, four=False)
 
 
 def test_compressed_tensors_with_plain_zero_points() -> None:
@@ -146,6 +144,18 @@ def test_numbers_of_eight_bits(form: str, kind: str, strategy: str, columns: int
     assert torch.equal(weight.dequantize(), wanted)
     assert torch.equal(weight.dequantize(torch.tensor([3, 1])), wanted[[3, 1]])
     assert weight.fourbit() is None
+
+
+def test_zero_points_of_symmetric_weights_are_checked() -> None:
+    stored, scales = torch.zeros(4, 32), torch.ones(4, 1)
+    for form, kind, dtype in (("int-quantized", "int", torch.int8), ("float-quantized", "float", torch.float8_e4m3fn)):
+        settings = compressed_config(8, None, "channel", form=form, kind=kind)
+        parts = {"weight": stored.to(dtype), "weight_scale": scales}
+        read(settings, {**parts, "weight_zero_point": torch.zeros(4, 1).to(dtype)})
+        with pytest.raises(ModelError, match=r"holds the zero point 1, but symmetric weights have 0: get"):
+            read(settings, {**parts, "weight_zero_point": torch.ones(4, 1).to(dtype)})
+    with pytest.raises(ModelError, match="weight holds NaN: get the files again"):
+        read(settings, {**parts, "weight": torch.full((4, 32), float("nan")).to(dtype)})
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -194,9 +204,9 @@ DAMAGED = [
     ({"qweight": torch.zeros(0, 8).int()}, {}, "qweight is 0 x 8, but must be a matrix"),
     ({"scales": torch.ones(2, 9).half()}, {}, "scales is 2 x 9, but must be 2 x 8 beside the layer's other tensors"),
     ({"scales": torch.ones(2, 8).int()}, {}, "scales is int32, but must be float16 or bfloat16 or float32"),
-    ({"scales": NAN}, {}, "scales holds 2 scales that are NaN or infinite"),
+    ({"scales": NAN}, {}, "scales holds 2 scales that are NaN, infinite or too large"),
     ({"qzeros": torch.zeros(2, 2).int()}, {}, "qzeros is 2 x 2, but must be 2 x 1 beside the layer's other tensors"),
-    ({"qzeros": torch.zeros(2, 1).int()}, {}, "qzeros holds the zero point 1, but symmetric weights have 8 alone"),
+    ({"qzeros": torch.zeros(2, 1).int()}, {}, "qzeros holds the zero point 1, but symmetric weights have 8"),
     ({"g_idx": torch.arange(64).int()}, {}, "g_idx names groups from 0 to 63, but there are 2"),
     ({"g_idx": torch.arange(-1, 63).int() // 32}, {}, "g_idx names groups from -1 to 1, but there are 2"),
     ({"g_idx": torch.zeros(63).int()}, {}, "g_idx is 63, but must be 64 beside the layer's other tensors"),
@@ -246,7 +256,10 @@ def test_missing_parts_are_named() -> None:
         assert refused(left) == f"model.x.{part} is missing beside model.x.qweight"
     left = {tensor: read for tensor, read in whole.items() if not tensor.endswith("g_idx")}
     quantized_tensors(left, Quantization("gptq", "gptq", 4, 32), NAME)
-    assert refused({**whole, "y.scales": whole["model.x.scales"]}) == "y.scales has no y.qweight beside it"
+    assert (
+        refused({**whole, "y.scales": whole["model.x.scales"]})
+        == "y.scales is not read without y.qweight, which is not there"
+    )
     twice = {**whole, "model.x.weight": whole["model.x.scales"]}
     assert refused(twice) == "model.x.weight is there twice, plain and as model.x.qweight"
     said = "config.json says that its weights are gptq (gptq), but no tensor ends in qweight"

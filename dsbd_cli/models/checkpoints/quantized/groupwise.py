@@ -10,8 +10,12 @@ points are packed into int32:
 | AWQ gemv | `qweight` [o, i / 8], along the inputs | `qzeros` [o, g / 8], along the groups, padded |
 | pack-quantized | `weight_packed` [o, i * bits / 32], along the inputs | `weight_zero_point` [o * bits / 32, g] |
 
-Fields lie one behind the other from the lowest bit on, also across the words where bits is not 2, 4 or 8. Scales of
-activations are not read, because products of quantised weights round activations in their own way.
+Fields lie one behind the other from the lowest bit on, also across words where bits is not 2, 4 or 8. GPTQ's first form
+has stored each zero point less one: 2, 4 and 8 bits by subtracting from the whole word, with borrows, and 3 bits by
+fields. compressed-tensors adds 2 ** (bits - 1) to levels and zero points that it packs. Its other forms hold levels of
+eight bits as they are.
+
+Scales of activations are not read, because products of quantised weights round activations in their own way.
 
 Letters: o outputs, i inputs, g groups of inputs, r rows.
 """
@@ -59,7 +63,7 @@ def quantized_tensors(tensors: Tensors, quantization: Quantization, name: str) -
             continue
         if part in parts and (layer in layers or part != "weight"):
             if layer not in layers:
-                raise ModelError(f"{name}: {tensor} has no {layer}.{parts[0]} beside it: get the files again")
+                raise ModelError(f"{name}: {tensor} is not read without {layer}.{parts[0]}, which is not there")
             held[layer][part] = read
         else:
             plain[tensor] = read
@@ -129,7 +133,7 @@ def _by(shape: Sequence[int]) -> str:
     return " x ".join(map(str, shape)) or "one number"
 
 
-class IntegerWeight(QuantizedWeight):
+class GroupwiseWeight(QuantizedWeight):
     """A weight of levels that have one scale and one zero point in each group of inputs: scale * (level - zero
     point)."""
 
@@ -214,14 +218,14 @@ def _gptq_weight(parts: _Parts, quantization: Quantization, name: str) -> Quanti
     groups = _group_count(parts, quantization, inputs)
     scales = _finite(parts, "scales", parts.shaped("scales", (groups, outputs), *SCALES))
     stored = parts.shaped("qzeros", (groups, _width(outputs, bits)), torch.int32)
-    if quantization.form == GPTQ and bits != 3:  # one less was stored, with borrows from field to field of a word
+    if quantization.form == GPTQ and bits != 3:
         stored = stored + sum(1 << low for low in range(0, 32, bits))
     zeros = _unpacked(stored, bits, outputs)
     if quantization.form == GPTQ and bits == 3:
         zeros = zeros + 1 & 7
     _check_middle(parts, "qzeros", zeros, quantization)
     levels = _packed_rows(packed.T, bits, inputs)
-    return IntegerWeight(name, bits, levels, scales.T, zeros.T, inputs, _group_of(parts, "g_idx", inputs, groups))
+    return GroupwiseWeight(name, bits, levels, scales.T, zeros.T, inputs, _group_of(parts, "g_idx", inputs, groups))
 
 
 def _awq_weight(parts: _Parts, quantization: Quantization, name: str) -> QuantizedWeight:
@@ -241,7 +245,7 @@ def _awq_weight(parts: _Parts, quantization: Quantization, name: str) -> Quantiz
         scales = parts.shaped("scales", (groups, outputs), *SCALES).T
         stored = parts.shaped("qzeros", (groups, packed.shape[1]), torch.int32)
         zeros, levels = _awq_rows(stored, slice(None)), partial(_awq_rows, packed)
-    return IntegerWeight(name, 4, levels, _finite(parts, "scales", scales), zeros, inputs)
+    return GroupwiseWeight(name, 4, levels, _finite(parts, "scales", scales), zeros, inputs)
 
 
 def _awq_rows(packed: Tensor, rows: Tensor | slice) -> Tensor:
@@ -255,7 +259,6 @@ def _awq_rows(packed: Tensor, rows: Tensor | slice) -> Tensor:
 
 
 def _compressed_weight(parts: _Parts, quantization: Quantization, name: str) -> QuantizedWeight:
-    """Return a weight of compressed-tensors. Levels and zero points that are packed have 2 ** (bits - 1) added."""
     bits, packed = quantization.bits, quantization.form == PACKED
     if packed:
         stored = parts.matrix("weight_packed", torch.int32)
@@ -273,13 +276,12 @@ def _compressed_weight(parts: _Parts, quantization: Quantization, name: str) -> 
     scales = _finite(
         parts, "weight_scale", _scale_matrix(parts, "weight_scale", quantization, outputs, groups, *SCALES)
     )
-    middle = 1 << bits - 1 if packed else 0
-    zeros = torch.tensor([[middle]])
-    if "weight_zero_point" in parts and not quantization.floating:
+    zeros = torch.tensor([[_middle(quantization)]])
+    if "weight_zero_point" in parts:
         zeros = _zero_points(parts, quantization, outputs, groups)
         _check_middle(parts, "weight_zero_point", zeros, quantization)
     order = _group_of(parts, "weight_g_idx", inputs, groups) if packed else None
-    return IntegerWeight(
+    return GroupwiseWeight(
         name,
         bits if packed else 8,
         levels,
@@ -305,6 +307,10 @@ def _scale_matrix(
 def _zero_points(parts: _Parts, quantization: Quantization, outputs: int, groups: int) -> Tensor:
     """Return zero points of compressed-tensors, packed ones or plain ones, with what is added to levels."""
     part, bits = "weight_zero_point", quantization.bits
+    if quantization.floating:
+        return _scale_matrix(
+            parts, part, quantization, outputs, groups, torch.int8, torch.float8_e4m3fn, *SCALES
+        ).float()
     stored = parts.tensor(part, torch.int8, torch.int32)
     if stored.dtype == torch.int32:
         return _unpacked(parts.shaped(part, (_width(outputs, bits), groups), torch.int32).T, bits, outputs).T
@@ -361,12 +367,19 @@ def _group_of(parts: _Parts, part: str, inputs: int, groups: int) -> Tensor | No
 def _finite(parts: _Parts, part: str, scales: Tensor) -> Tensor:
     """Return scales, or raise ModelError where a number of the layer would be NaN or infinite."""
     if wrong := int((~(scales.float() * 256).isfinite()).sum()):
-        parts.wrong(part, f"holds {wrong} scales that are NaN or infinite")
+        parts.wrong(part, f"holds {wrong} scales that are NaN, infinite or too large")
     return scales
+
+
+def _middle(quantization: Quantization) -> int:
+    """Return the zero point of symmetric weights."""
+    return 0 if quantization.form in NAIVE else 1 << quantization.bits - 1
 
 
 def _check_middle(parts: _Parts, part: str, zeros: Tensor, quantization: Quantization) -> None:
     """Raise ModelError where the config says that zero points are in the middle, and one is not."""
-    middle = 0 if quantization.form in NAIVE else 1 << quantization.bits - 1
-    if quantization.symmetric and bool((other := zeros != middle).any()):
-        parts.wrong(part, f"holds the zero point {int(zeros[other][0])}, but symmetric weights have {middle} alone")
+    other = zeros != _middle(quantization)
+    if (quantization.symmetric or quantization.floating) and bool(other.any()):
+        parts.wrong(
+            part, f"holds the zero point {zeros[other][0].item():g}, but symmetric weights have {_middle(quantization)}"
+        )
