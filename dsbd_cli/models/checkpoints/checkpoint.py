@@ -40,6 +40,7 @@ Tensors = Mapping[str, Callable[[], Any]]
 MOST_IDS = 1 << 24  # of a vocabulary; those of known models have less than a million
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 CAPTIONER = "blip"
+READ_ONCE = ("config", "gguf", "quantization")  # properties that depend on the files alone
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,10 @@ class Checkpoint:
         return cls(spec, here or _path_of(location, spec), adapters)
 
     def like(self, **settings: Any) -> Checkpoint:
-        """Return the same files with other settings of their spec."""
-        return replace(self, spec=replace(self.spec, **settings))
+        """Return the same files, not read again, with other settings of their spec."""
+        other = replace(self, spec=replace(self.spec, **settings))
+        vars(other).update({name: value for name, value in vars(self).items() if name in READ_ONCE})
+        return other
 
     @property
     def name(self) -> str:
@@ -182,7 +185,7 @@ class Checkpoint:
         try:
             tensors = read_tensors(self.path)
             if self.stored_form is not None:
-                from dsbd_cli.models.checkpoints.quantized.integers import quantized_tensors
+                from dsbd_cli.models.checkpoints.quantized.groupwise import quantized_tensors
 
                 return quantized_tensors(tensors, self.quantization, self.name)
             return tensors

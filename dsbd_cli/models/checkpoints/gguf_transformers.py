@@ -19,7 +19,7 @@ from dsbd_cli.models.checkpoints.gguf import ARRAY, BLOCKS, PLAIN, TEXT, GgufFil
 BOOL = 7  # type of metadata
 CUT = ("token_embd.weight", "output.weight", "output.bias")  # tensors with a row for each token
 
-_lock = threading.Lock()  # of what is replaced
+_lock = threading.RLock()  # of what is replaced
 
 
 @contextmanager
