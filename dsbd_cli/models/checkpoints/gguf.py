@@ -176,10 +176,7 @@ class GgufFile:
         named = {name: architecture.renamed(name) for name in self.tensors if name not in IGNORED}
         if None in named.values():
             return None
-        return {
-            str(theirs): partial(architecture.restored, name, partial(self.read, name), config)
-            for name, theirs in named.items()
-        }
+        return {str(theirs): partial(architecture.restored, self, name, config) for name, theirs in named.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +262,7 @@ class _Reader:
     def value(self, key: str, kind: int) -> tuple[tuple[int, ...], Any]:
         """Return the type of a value and the value."""
         if kind == TEXT:
-            return (kind,), self.text(key)
+            return (kind,), self.text(shorten(key))
         if kind in SCALARS:
             return (kind,), self.number(struct.Struct(f"<{SCALARS[kind]}"))
         if kind != ARRAY:
@@ -274,11 +271,11 @@ class _Reader:
         if count > MOST_ITEMS:
             self.fail(f"says that {shorten(key)} has {count} items, more than {MOST_ITEMS}: get it again")
         if item == TEXT:
-            return (kind, item), self.texts(key, count)
+            return (kind, item), self.texts(shorten(key), count)
         if item not in SCALARS:
             self.fail(f"has an array of items of type {item} for {shorten(key)}, which is not read: get it again")
         items = array(SCALARS[item].replace("?", "B"))
-        items.frombytes(self.take(count * items.itemsize, key))
+        items.frombytes(self.take(count * items.itemsize, shorten(key)))
         return (kind, item), items
 
     def number(self, layout: struct.Struct) -> Any:
@@ -320,7 +317,7 @@ class _Reader:
         try:
             return text.decode()
         except UnicodeDecodeError:
-            self.fail(f"has a text that is not UTF-8 ({shorten(what)}): get it again")
+            self.fail(f"has a text that is not UTF-8 ({what}): get it again")
 
     def entry(self) -> GgufTensor:
         """Read what the table says of a tensor. Its offset counts from the start of the data."""
@@ -364,7 +361,7 @@ class _Reader:
         return tensors
 
     def cut_short(self, what: str) -> NoReturn:
-        self.fail(f"is cut short or damaged: {shorten(what)} goes beyond its {len(self.data)} bytes: get it again")
+        self.fail(f"is cut short or damaged: {what} goes beyond its {len(self.data)} bytes: get it again")
 
     def fail(self, what: str) -> NoReturn:
         raise ModelError(f"{self.name}: {self.file.name} {what}")

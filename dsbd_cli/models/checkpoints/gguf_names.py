@@ -7,15 +7,18 @@ of Gemma. transformers' own reader undoes the same (TENSOR_PROCESSORS).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from dsbd_cli.errors import ModelError
 from dsbd_cli.ops.quantized_weight import QuantizedWeight
+
+if TYPE_CHECKING:
+    from dsbd_cli.models.checkpoints.gguf import GgufFile
 
 # tables of rotary frequencies, which llama.cpp computes from the config; transformers ignores them, too
 IGNORED = frozenset(("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"))
@@ -60,25 +63,21 @@ class Architecture:
             return None
         return f"model.layers.{match[1]}.{self.layer[match[2]]}.{match[3]}"
 
-    def restored(
-        self, name: str, read: Callable[[], Tensor | QuantizedWeight], config: Any
-    ) -> Tensor | QuantizedWeight:
-        """Return a tensor as transformers has it. name: in GGUF. Raises ModelError."""
-        values = read()
+    def restored(self, file: GgufFile, name: str, config: Any) -> Tensor | QuantizedWeight:
+        """Read a tensor by its name in GGUF, and return it as transformers has it. Raises ModelError."""
+        values = file.read(name)
         if self.one_more and name.endswith("norm.weight") and isinstance(values, Tensor):
             return values - 1
         if self.permuted and (".attn_q." in name or ".attn_k." in name):
             heads = config.num_attention_heads if ".attn_q." in name else config.num_key_value_heads
-            order = _order(name, len(values), heads)
+            if len(values) % (2 * heads):
+                raise ModelError(
+                    f"{file.name}: {file.tensors[name].file.name} has {len(values)} rows in {name}, which do not fit "
+                    f"the {heads} heads of its config"
+                )
+            order = torch.arange(len(values)).view(heads, -1, 2).transpose(1, 2).reshape(-1)
             return values[order] if isinstance(values, Tensor) else values.take(order)
         return values
-
-
-def _order(name: str, rows: int, heads: int) -> Tensor:
-    """Return the indices [rows] int64, in llama.cpp's order, of rows in transformers' order."""
-    if rows % (2 * heads):
-        raise ModelError(f"{name} has {rows} rows, which do not fit the {heads} heads of its config")
-    return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).reshape(-1)
 
 
 ARCHITECTURES = {
