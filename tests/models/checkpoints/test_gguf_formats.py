@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from dsbd_cli import ModelError
-from dsbd_cli.models.checkpoints import gguf_formats
-from dsbd_cli.models.checkpoints.gguf import BLOCKS, PLAIN, TYPES
-from dsbd_cli.models.checkpoints.gguf_formats import FORMATS, GgufWeight
+from dsbd_cli.models.checkpoints.gguf import formats
+from dsbd_cli.models.checkpoints.gguf.formats import FORMATS, GgufWeight
+from dsbd_cli.models.checkpoints.gguf.header import BLOCKS, PLAIN, TYPES
 from dsbd_cli.ops.quantized_weight import FourBit
 from tests.helpers.raw_gguf import HALVES, random_blocks
 
@@ -50,9 +50,9 @@ def test_types_are_ggmls() -> None:
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("chunk", [gguf_formats.CHUNK, 768])
+@pytest.mark.parametrize("chunk", [formats.CHUNK, 768])
 def test_values_are_those_of_llama_cpp(kind: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gguf_formats, "CHUNK", chunk)
+    monkeypatch.setattr(formats, "CHUNK", chunk)
     ours, values = weight(kind)
     assert ours.shape == values.shape == (6, 512)
     assert torch.equal(ours.dequantize(), values)
@@ -91,9 +91,9 @@ def test_some_rows(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("chunk", [gguf_formats.CHUNK, 768])
+@pytest.mark.parametrize("chunk", [formats.CHUNK, 768])
 def test_four_bits(kind: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gguf_formats, "CHUNK", chunk)
+    monkeypatch.setattr(formats, "CHUNK", chunk)
     ours, values = weight(kind, seed=2)
     packed = ours.fourbit()
     assert (packed is not None) == (kind in FOUR_BITS)
@@ -131,7 +131,7 @@ def test_scales_that_are_no_numbers_are_told(kind: str, number: float) -> None:
 
 
 def test_the_largest_scales_of_mxfp4_are_finite() -> None:
-    data = torch.tensor([[gguf_formats.LARGEST_E8M0, *(0x7F,) * 16]], dtype=torch.uint8)  # levels 12 and -12
+    data = torch.tensor([[formats.LARGEST_E8M0, *(0x7F,) * 16]], dtype=torch.uint8)  # levels 12 and -12
     largest = GgufWeight("w", data, "MXFP4", "x")
     largest.check()
     assert bool(largest.dequantize().isfinite().all())

@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsbd_cli import ModelError
-from dsbd_cli.models.checkpoints.gguf import MOST_ENTRIES, MOST_ITEMS, TYPES, GgufFile
-from dsbd_cli.models.checkpoints.gguf_formats import GgufWeight
+from dsbd_cli.models.checkpoints.gguf.file import GgufFile
+from dsbd_cli.models.checkpoints.gguf.formats import GgufWeight
+from dsbd_cli.models.checkpoints.gguf.header import MOST_ENTRIES, MOST_ITEMS, TYPES
 from tests.helpers.raw_gguf import ARCHITECTURE, entry, info, numbers, random_blocks, raw_gguf, text, texts
 from tests.helpers.tiny_gguf import WORDS, tiny_qwen2, write_gguf
 

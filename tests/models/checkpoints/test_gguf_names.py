@@ -13,9 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
 from dsbd_cli import ModelError
-from dsbd_cli.models.checkpoints.gguf import GgufFile
-from dsbd_cli.models.checkpoints.gguf_formats import GgufWeight
-from dsbd_cli.models.checkpoints.gguf_names import ARCHITECTURES
+from dsbd_cli.models.checkpoints.gguf.file import GgufFile
+from dsbd_cli.models.checkpoints.gguf.formats import GgufWeight
+from dsbd_cli.models.checkpoints.gguf.names import ARCHITECTURES
 from dsbd_cli.models.decoder.config import FAMILIES, decoder_config_of
 from dsbd_cli.ops.quantized_weight import QuantizedWeight
 from tests.helpers.raw_gguf import random_blocks

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.errors import ModelError
-from dsbd_cli.models.checkpoints.gguf import BLOCKS
+from dsbd_cli.models.checkpoints.gguf.header import BLOCKS
 from dsbd_cli.ops.quantized_weight import GROUP, FourBit, QuantizedWeight
 
 CHUNK = 1 << 17  # numbers that are unpacked at once, so that what lies between fits a cache

@@ -14,7 +14,8 @@ from math import prod
 from types import SimpleNamespace
 from typing import Any
 
-from dsbd_cli.models.checkpoints.gguf import ARRAY, BLOCKS, PLAIN, TEXT, GgufFile, GgufTensor
+from dsbd_cli.models.checkpoints.gguf.file import GgufFile
+from dsbd_cli.models.checkpoints.gguf.header import ARRAY, BLOCKS, PLAIN, TEXT, GgufTensor
 
 BOOL = 7  # type of metadata
 CUT = ("token_embd.weight", "output.weight", "output.bias")  # tensors with a row for each token
@@ -96,7 +97,7 @@ class _Tensor:
 
 
 class _Shown:
-    """What transformers' readers return for a file with these tensors."""
+    """The answers of transformers' readers for a file with these tensors."""
 
     def __init__(self, file: GgufFile, tensors: list[_Tensor]) -> None:
         self.file, self.tensors = file, tensors

@@ -9,16 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dsbd_cli.errors import ModelError
 from dsbd_cli.ops.quantized_weight import QuantizedWeight
-
-if TYPE_CHECKING:
-    from dsbd_cli.models.checkpoints.gguf import GgufFile
 
 # tables of rotary frequencies, which llama.cpp computes from the config; transformers ignores them, too
 IGNORED = frozenset(("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"))
@@ -63,17 +60,18 @@ class Architecture:
             return None
         return f"model.layers.{match[1]}.{self.layer[match[2]]}.{match[3]}"
 
-    def restored(self, file: GgufFile, name: str, config: Any) -> Tensor | QuantizedWeight:
-        """Read a tensor by its name in GGUF, and return it as transformers has it. Raises ModelError."""
-        values = file.read(name)
+    def restored(
+        self, name: str, values: Tensor | QuantizedWeight, config: Any, origin: str
+    ) -> Tensor | QuantizedWeight:
+        """Return a tensor as transformers has it. name: in GGUF. origin: model and file, for messages. Raises
+        ModelError."""
         if self.one_more and name.endswith("norm.weight") and isinstance(values, Tensor):
             return values - 1
         if self.permuted and (".attn_q." in name or ".attn_k." in name):
             heads = config.num_attention_heads if ".attn_q." in name else config.num_key_value_heads
             if len(values) % (2 * heads):
                 raise ModelError(
-                    f"{file.name}: {file.tensors[name].file.name} has {len(values)} rows in {name}, which do not fit "
-                    f"the {heads} heads of its config"
+                    f"{origin} has {len(values)} rows in {name}, which do not fit the {heads} heads of its config"
                 )
             order = torch.arange(len(values)).view(heads, -1, 2).transpose(1, 2).reshape(-1)
             return values[order] if isinstance(values, Tensor) else values.take(order)

@@ -1,0 +1,155 @@
+"""GGUF files, read without llama.cpp's package: metadata, and tensors over the mapped bytes of the file.
+
+torch is imported when a tensor is read.
+"""
+
+from __future__ import annotations
+
+import mmap
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dsbd_cli.errors import ModelError, shorten
+from dsbd_cli.models.checkpoints.gguf.header import PLAIN, GgufTensor, Header, read_header
+from dsbd_cli.models.checkpoints.gguf.parts import gguf_parts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from dsbd_cli.models.checkpoints.gguf.names import Architecture
+    from dsbd_cli.ops.quantized_weight import QuantizedWeight
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFile:
+    """A GGUF file, or all of its parts.
+
+    Attributes:
+        name: of the model, in messages.
+        path: the first part.
+        metadata: values by key, of the first part. Arrays are lists of str, or arrays of numbers.
+        types: for each key the type of its value: (number,), or (ARRAY, number of the items' type).
+        tensors: by their names in GGUF, of all parts, in order.
+    """
+
+    name: str
+    path: Path
+    metadata: dict[str, Any]
+    types: dict[str, tuple[int, ...]]
+    tensors: dict[str, GgufTensor]
+
+    @classmethod
+    def open(cls, path: Path, name: str) -> GgufFile:
+        """Read the headers of a file and of all parts that it is one of. name: of the model, in messages.
+
+        Raises ModelError for a file that is damaged or cut short, parts that do not belong together, and types of
+        tensors that are not read.
+        """
+        parts = gguf_parts(path)
+        headers = [read_header(part, name) for part in parts]
+        _check_parts(parts, headers, name)
+        tensors: dict[str, GgufTensor] = {}
+        for header in headers:
+            for tensor in header.tensors:
+                if tensor.name in tensors:
+                    raise ModelError(f"{name}: {tensor.file.name} has {shorten(tensor.name)} a second time")
+                tensors[tensor.name] = tensor
+        first = headers[0]
+        if not isinstance(first.metadata.get("general.architecture"), str):
+            raise ModelError(f"{name}: {parts[0].name} names no architecture: get it again")
+        return cls(name, parts[0], first.metadata, first.types, tensors)
+
+    @property
+    def architecture(self) -> str:
+        """llama.cpp's name of the architecture."""
+        return str(self.metadata["general.architecture"])
+
+    def mapped(self, tensor: GgufTensor) -> Tensor:
+        """Return the bytes of a tensor, mapped: [size] uint8. They must not be written to. Raises ModelError where the
+        file has gone or has shrunk."""
+        import torch
+
+        start = tensor.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        try:
+            with tensor.file.open("rb") as stream:
+                end = tensor.offset + tensor.size
+                data = mmap.mmap(stream.fileno(), end - start, access=mmap.ACCESS_READ, offset=start)
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{self.name}: {tensor.file.name} cannot be read: {error}") from error
+        with warnings.catch_warnings():  # that it must not be written to
+            warnings.simplefilter("ignore")
+            return torch.frombuffer(data, dtype=torch.uint8, count=tensor.size, offset=tensor.offset - start)
+
+    def read(self, name: str) -> Tensor | QuantizedWeight:
+        """Return a tensor by its name in GGUF.
+
+        Matrices in blocks are GgufWeights. Matrices of plain numbers are mapped as they are stored; they must not be
+        written to. What has one dimension is float32. Raises ModelError where a scale, or a number of one dimension,
+        is NaN or infinite.
+        """
+        import torch
+
+        from dsbd_cli.models.checkpoints.gguf.formats import GgufWeight
+
+        tensor, origin = self.tensors[name], f"{self.name}: {self.tensors[name].file.name}"
+        data = self.mapped(tensor)
+        if tensor.kind in PLAIN:
+            values = data.view(getattr(torch, PLAIN[tensor.kind])).view(tensor.shape)
+            if values.dtype == torch.float64 or values.dim() == 1:
+                values = values.to(torch.float32)
+        else:
+            weight = GgufWeight(tensor.name, data.view(prod(tensor.shape[:-1]), -1), tensor.kind, origin)
+            if len(tensor.shape) == 2:
+                return weight
+            weight.check()
+            values = weight.dequantize().view(tensor.shape)
+        if values.dim() == 1 and not bool(values.isfinite().all()):
+            raise ModelError(f"{origin} has numbers in {tensor.name} that are NaN or infinite: get it again")
+        return values
+
+    def tensors_of(self, config: Any) -> dict[str, Callable[[], Tensor | QuantizedWeight]] | None:
+        """Return, for transformers' name of each tensor, a function that reads it as `read` does, with llama.cpp's
+        changes undone. None for an architecture, or with a tensor, that is not known here.
+
+        config: transformers' config of the model. Tables of rotary frequencies are left out, as in transformers.
+        """
+        from dsbd_cli.models.checkpoints.gguf.names import ARCHITECTURES, IGNORED
+
+        architecture = ARCHITECTURES.get(self.architecture)
+        if architecture is None or config.model_type not in architecture.families:
+            return None
+        named = {name: architecture.renamed(name) for name in self.tensors if name not in IGNORED}
+        if None in named.values():
+            return None
+        return {str(theirs): partial(self._restored, architecture, name, config) for name, theirs in named.items()}
+
+    def _restored(self, architecture: Architecture, name: str, config: Any) -> Tensor | QuantizedWeight:
+        origin = f"{self.name}: {self.tensors[name].file.name}"
+        return architecture.restored(name, self.read(name), config, origin)
+
+
+def _check_parts(parts: list[Path], headers: list[Header], name: str) -> None:
+    """Check that parts are what their names say."""
+    if len(parts) == 1:
+        number, count = (headers[0].metadata.get(f"split.{key}") for key in ("no", "count"))
+        if isinstance(number, int) and isinstance(count, int) and count > 1:
+            raise ModelError(
+                f"{name}: {parts[0].name} is part {number + 1} of {count}: name it, and the others beside it, "
+                f"as in {parts[0].stem}-{number + 1:05}-of-{count:05}.gguf"
+            )
+        return
+    for number, (part, header) in enumerate(zip(parts, headers, strict=True)):
+        if header.metadata.get("split.no") != number:
+            raise ModelError(f"{name}: {part.name} is another part than its name says: get it again")
+        if (count := header.metadata.get("split.count")) != len(parts):
+            raise ModelError(
+                f"{name}: {part.name} is of {shorten(count)} parts, but its name says {len(parts)}: get it again"
+            )
+    count, expected = sum(len(header.tensors) for header in headers), headers[0].metadata.get("split.tensors.count")
+    if count != expected:
+        raise ModelError(f"{name}: its parts hold {count} tensors, but should hold {shorten(expected)}: get them again")
