@@ -6,7 +6,6 @@ torch is imported when a tensor is read.
 from __future__ import annotations
 
 import mmap
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dsbd_cli.errors import ModelError, shorten
+from dsbd_cli.errors import ModelError, one_line, shorten
 from dsbd_cli.models.checkpoints.gguf.header import PLAIN, GgufTensor, Header, read_header
 from dsbd_cli.models.checkpoints.gguf.parts import gguf_parts
 
@@ -70,27 +69,25 @@ class GgufFile:
         return str(self.metadata["general.architecture"])
 
     def mapped(self, tensor: GgufTensor) -> Tensor:
-        """Return the bytes of a tensor, mapped: [size] uint8. They must not be written to. Raises ModelError where the
-        file has gone or has shrunk."""
+        """Return the bytes of a tensor, mapped: [size] uint8. Pages that are written to become copies, so the file does
+        not change. Raises ModelError where the file has gone or has shrunk."""
         import torch
 
         start = tensor.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         try:
             with tensor.file.open("rb") as stream:
                 end = tensor.offset + tensor.size
-                data = mmap.mmap(stream.fileno(), end - start, access=mmap.ACCESS_READ, offset=start)
+                data = mmap.mmap(stream.fileno(), end - start, access=mmap.ACCESS_COPY, offset=start)
         except (OSError, ValueError) as error:
-            raise ModelError(f"{self.name}: {tensor.file.name} cannot be read: {error}") from error
-        with warnings.catch_warnings():  # that it must not be written to
-            warnings.simplefilter("ignore")
-            return torch.frombuffer(data, dtype=torch.uint8, count=tensor.size, offset=tensor.offset - start)
+            raise ModelError(f"{self.name}: {tensor.file.name} cannot be read: {one_line(error)}") from error
+        return torch.frombuffer(data, dtype=torch.uint8, count=tensor.size, offset=tensor.offset - start)
 
     def read(self, name: str) -> Tensor | QuantizedWeight:
         """Return a tensor by its name in GGUF.
 
-        Matrices in blocks are GgufWeights. Matrices of plain numbers are mapped as they are stored; they must not be
-        written to. What has one dimension is float32. Raises ModelError where a scale, or a number of one dimension,
-        is NaN or infinite.
+        Matrices in blocks are GgufWeights, whose scales are not checked yet. Matrices of plain numbers are mapped in
+        their own dtype, those of float64 are float32. Vectors are float32. Raises ModelError for a vector with NaN or
+        infinity.
         """
         import torch
 

@@ -20,7 +20,7 @@ from dsbd_cli.models.checkpoints.gguf.header import ARRAY, BLOCKS, PLAIN, TEXT, 
 BOOL = 7  # type of metadata
 CUT = ("token_embd.weight", "output.weight", "output.bias")  # tensors with a row for each token
 
-_lock = threading.Lock()  # of what is replaced
+_lock = threading.RLock()  # of what is replaced
 
 
 @contextmanager
@@ -92,8 +92,9 @@ class _Tensor:
     @cached_property
     def data(self) -> Any:
         """The numbers, or rows of bytes for types that numpy lacks."""
-        kind = PLAIN.get(self._tensor.kind, "bfloat16")
-        return self.bytes.view("uint8" if kind == "bfloat16" else kind).reshape(*self.torch_shape[:-1], -1)
+        kind = self._tensor.kind
+        numbers = self.bytes.view(PLAIN[kind]) if kind in ("F32", "F16", "F64") else self.bytes
+        return numbers.reshape(*self.torch_shape[:-1], -1)
 
 
 class _Shown:

@@ -13,7 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dsbd_cli.errors import ModelError, shorten
+from dsbd_cli.errors import ModelError, one_line, shorten
 
 VERSIONS = (2, 3)
 ALIGNMENT = 32  # bytes, where the file names none
@@ -38,7 +38,7 @@ TYPES = {  # ggml's numbers
 TEXT, ARRAY = 8, 9  # types of metadata
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 
-_UINT32, _UINT64, _TENSOR_END = struct.Struct("<I"), struct.Struct("<Q"), struct.Struct("<IQ")
+_UINT32, _UINT64 = struct.Struct("<I"), struct.Struct("<Q")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def read_header(file: Path, name: str) -> Header:
             with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 return _Reader(data, file, name).header()
     except (OSError, ValueError) as error:
-        raise ModelError(f"{name}: {file.name} cannot be read: {error}") from error
+        raise ModelError(f"{name}: {file.name} cannot be read: {one_line(error)}") from error
 
 
 class _Reader:
@@ -93,6 +93,7 @@ class _Reader:
         self.data, self.file, self.name, self.at = data, file, name, 0
 
     def header(self) -> Header:
+        """Read all of it. Raises ModelError, as all that follows."""
         if self.data[:4] != b"GGUF":
             self.fail("is no GGUF file: get it again")
         self.at = 4
@@ -118,6 +119,7 @@ class _Reader:
         return Header(metadata, types, self.placed(table, start, alignment))
 
     def alignment(self, types: Mapping[str, tuple[int, ...]], metadata: Mapping[str, Any]) -> int:
+        """Return the bytes of which the start of each tensor is a multiple."""
         alignment = metadata.get("general.alignment", ALIGNMENT)
         if types.get("general.alignment", (4,)) != (4,) or alignment < 8 or alignment & (alignment - 1):
             self.fail(f"has the alignment {shorten(alignment)}, but it must be a power of two from 8: get it again")
@@ -143,6 +145,7 @@ class _Reader:
         return (kind, item), items
 
     def number(self, layout: struct.Struct) -> Any:
+        """Read a number."""
         try:
             (number,) = layout.unpack_from(self.data, self.at)
         except struct.error:
@@ -151,12 +154,14 @@ class _Reader:
         return number
 
     def take(self, size: int, what: str) -> bytes:
+        """Read some bytes. what: they are, for a message."""
         if size > len(self.data) - self.at:
             self.cut_short(what)
         self.at += size
         return self.data[self.at - size : self.at]
 
     def text(self, what: str) -> str:
+        """Read a text."""
         return self.decoded(self.take(self.number(_UINT64), what), what)
 
     def texts(self, what: str, count: int) -> list[str]:
@@ -178,6 +183,7 @@ class _Reader:
         return texts
 
     def decoded(self, text: bytes, what: str) -> str:
+        """Return bytes as a text."""
         try:
             return text.decode()
         except UnicodeDecodeError:
@@ -225,7 +231,9 @@ class _Reader:
         return tensors
 
     def cut_short(self, what: str) -> NoReturn:
+        """Raise the error of a file that ends too early."""
         self.fail(f"is cut short or damaged: {what} goes beyond its {len(self.data)} bytes: get it again")
 
     def fail(self, what: str) -> NoReturn:
+        """Raise an error. what: is said of the file."""
         raise ModelError(f"{self.name}: {self.file.name} {what}")
