@@ -190,6 +190,40 @@ def test_damage_is_told_in_a_line(tmp_path: Path, damage: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+def split(number: int, count: int, tensors: int, *names: str) -> bytes:
+    """A part of a file."""
+    metadata = [
+        ARCHITECTURE,
+        entry("split.no", 2, struct.pack("<H", number)),
+        entry("split.count", 2, struct.pack("<H", count)),
+        entry("split.tensors.count", 5, struct.pack("<i", tensors)),
+    ]
+    infos = [info(name, (8,), 0, 32 * place) for place, name in enumerate(names)]
+    return raw_gguf(metadata, infos, F32 * len(names))
+
+
+def test_parts(tmp_path: Path) -> None:
+    first, second = tmp_path / "x-00001-of-00002.gguf", tmp_path / "x-00002-of-00002.gguf"
+    first.write_bytes(split(0, 2, 3, "u", "v"))
+    second.write_bytes(split(1, 2, 3, "w"))
+    for path in (first, second):
+        file = GgufFile.open(path, NAME)
+        assert file.path == first
+        assert [tensor.file for tensor in file.tensors.values()] == [first, first, second]
+        assert torch.equal(torch.as_tensor(file.read("w")), torch.arange(8.0))
+    for content, told in (
+        (split(1, 3, 3, "w"), "x-00002-of-00002.gguf is of 3 parts, but its name says 2"),
+        (split(0, 2, 3, "w"), "x-00002-of-00002.gguf is another part than its name says"),
+        (raw_gguf(), "x-00002-of-00002.gguf is another part than its name says"),
+        (split(1, 2, 3), "its parts hold 2 tensors, but should hold 3"),
+        (split(1, 2, 3, "v"), "x-00002-of-00002.gguf has 'v' a second time"),
+    ):
+        second.write_bytes(content)
+        with pytest.raises(ModelError, match=told) as caught:
+            GgufFile.open(first, NAME)
+        assert str(caught.value).startswith(f"{NAME}: ")
+
+
 def test_a_file_that_is_cut_anywhere(tmp_path: Path) -> None:
     whole = raw_gguf([ARCHITECTURE, entry("k", 9, texts("a", "b"))], [W, info("v", (8,), 0, 96)], Q4_0.ljust(96) + F32)
     opened(tmp_path / "x.gguf", whole)
