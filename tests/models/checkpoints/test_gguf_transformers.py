@@ -195,6 +195,8 @@ def test_the_first_layers_and_tokens_alone(tmp_path: Path, kind: str) -> None:
     config.num_hidden_layers, config.vocab_size, config.pad_token_id = 1, 40, None
     config.layer_types = config.layer_types[:1]
     with ours(path, 1, 40):
+        shown = [tensor.name for tensor in gguf.GGUFReader(path).tensors]
+        assert shown == [name for name in GgufFile.open(path, "x").tensors if not name.startswith("blk.1.")]
         read = model_of(path, config)
     assert not any("layers.1." in name for name in read)
     assert any("layers.0." in name for name in read)
