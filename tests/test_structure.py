@@ -22,7 +22,7 @@ PACKAGE = ROOT / "dsbd_cli"
 # import units of lower lines, and nothing of its own line but itself. tests/test_structure.py is the only place of it.
 LAYERS = (
     ("ops.layout", "ops.processor", "ops.ahead", "ops.recording", "user_cache"),
-    ("ops.memory", "ops.reference"),
+    ("ops.memory", "ops.quantized_weight", "ops.reference"),
     ("errors", "_version", "stats", "threads", "models.chat_child", "ops.cpu"),
     ("config", "lab.metrics", "io.schemas"),
     ("requests", "lab.reports", "models.chat", "ops.interface", "ops.triton"),

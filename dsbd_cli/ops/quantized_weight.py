@@ -116,7 +116,7 @@ class QuantizedWeight(ABC):
 
     def split(self, sizes: Sequence[int]) -> list[QuantizedWeight]:
         """Return parts of the outputs, as torch's `split` does."""
-        return [self.take(rows) for rows in torch.arange(len(self)).split([*sizes])]
+        return [self.take(rows) for rows in torch.split(torch.arange(len(self)), [*sizes])]
 
 
 class _Rows(QuantizedWeight):

@@ -18,7 +18,7 @@ from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import DsbdError, OutputError, UsageError, is_utf8
 from dsbd_cli.io.lines.replace import replacing
 from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
-from dsbd_cli.models.checkpoints.gguf_parts import gguf_parts
+from dsbd_cli.models.checkpoints.gguf.parts import gguf_parts
 from dsbd_cli.models.checkpoints.hub import cached_folder, gguf_files, has_weights, shown
 from dsbd_cli.models.checkpoints.registry import (
     ALIASES,

@@ -24,13 +24,13 @@ from dsbd_cli.models.checkpoints import digest
 from dsbd_cli.models.checkpoints.adapters import Adapter, misfit, open_adapters, template_in
 from dsbd_cli.models.checkpoints.damage import check_checkpoint, check_gguf
 from dsbd_cli.models.checkpoints.generation import eos_ids, read_generation
-from dsbd_cli.models.checkpoints.gguf_parts import gguf_parts, whole_gguf
-from dsbd_cli.models.checkpoints.gguf_transformers import read_by_transformers
+from dsbd_cli.models.checkpoints.gguf.for_transformers import read_by_transformers
+from dsbd_cli.models.checkpoints.gguf.parts import gguf_parts, whole_gguf
 from dsbd_cli.models.checkpoints.hub import ADAPTER_CONFIG, cached_folder, folder_of, gguf_files
 from dsbd_cli.models.checkpoints.registry import Location, expanded, hub_location, parts_of, resolve
 
 if TYPE_CHECKING:
-    from dsbd_cli.models.checkpoints.gguf import GgufFile
+    from dsbd_cli.models.checkpoints.gguf.file import GgufFile
     from dsbd_cli.models.checkpoints.quantized.settings import Quantization
     from dsbd_cli.models.tokenizer import HFCodec
 

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
 from dsbd_cli.errors import ModelError, shorten
-from dsbd_cli.models.checkpoints.gguf import GgufFile
-from dsbd_cli.models.checkpoints.gguf_parts import gguf_parts
+from dsbd_cli.models.checkpoints.gguf.file import GgufFile
+from dsbd_cli.models.checkpoints.gguf.parts import gguf_parts
 
 MOST_POINTER = 1024  # bytes; pointers of Git LFS have fewer
 LONGEST_HEADER = 100_000_000  # bytes; the limit of safetensors

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
 
-from dsbd_cli.models.checkpoints.gguf_parts import gguf_parts
+from dsbd_cli.models.checkpoints.gguf.parts import gguf_parts
 from dsbd_cli.models.checkpoints.hub import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 SAMPLES = 512  # blocks of a file of weights that are read

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from dsbd_cli.errors import ModelNotFoundError, one_line
-from dsbd_cli.models.checkpoints.gguf_parts import gguf_parts
+from dsbd_cli.models.checkpoints.gguf.parts import gguf_parts
 from dsbd_cli.models.checkpoints.registry import Location
 
 CONNECT_TIMEOUT_S = 2.0

@@ -17,7 +17,7 @@ from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import ModelError, UnsupportedModelError, UsageError, one_line, shorten
 from dsbd_cli.models.checkpoints.adapters import merge_adapters
 from dsbd_cli.models.checkpoints.checkpoint import CAPTIONER, Checkpoint, quiet
-from dsbd_cli.models.checkpoints.gguf_transformers import read_by_transformers
+from dsbd_cli.models.checkpoints.gguf.for_transformers import read_by_transformers
 from dsbd_cli.models.checkpoints.linearised import unread
 from dsbd_cli.models.checkpoints.lm_head import install, lm_head_keys, read_trimmed_lm_head
 from dsbd_cli.models.checkpoints.mamba_ssm import KEY_MAPPING

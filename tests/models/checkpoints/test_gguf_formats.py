@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from dsbd_cli import ModelError
-from dsbd_cli.models.checkpoints import gguf_formats
-from dsbd_cli.models.checkpoints.gguf import BLOCKS, PLAIN, TYPES
-from dsbd_cli.models.checkpoints.gguf_formats import FORMATS, GgufWeight
+from dsbd_cli.models.checkpoints.gguf import formats
+from dsbd_cli.models.checkpoints.gguf.formats import FORMATS, GgufWeight
+from dsbd_cli.models.checkpoints.gguf.header import BLOCKS, PLAIN, TYPES
 from dsbd_cli.ops.quantized_weight import FourBit
 from tests.helpers.raw_gguf import HALVES, random_blocks
 
@@ -50,9 +50,9 @@ def test_types_are_ggmls() -> None:
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("chunk", [gguf_formats.CHUNK, 768])
+@pytest.mark.parametrize("chunk", [formats.CHUNK, 768])
 def test_values_are_those_of_llama_cpp(kind: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gguf_formats, "CHUNK", chunk)
+    monkeypatch.setattr(formats, "CHUNK", chunk)
     ours, values = weight(kind)
     assert ours.shape == values.shape == (6, 512)
     assert torch.equal(ours.dequantize(), values)
@@ -88,12 +88,20 @@ def test_some_rows(kind: str) -> None:
     parts = ours.split([4, 2])
     assert [part.shape for part in parts] == [(4, 512), (2, 512)]
     assert torch.equal(torch.cat([part.dequantize() for part in parts]), values)
+    taken = ours.take(order)
+    assert taken.shape == (4, 512)
+    assert torch.equal(taken.take(torch.tensor([3, 1])).dequantize(), values[[3, 0]])
+    assert torch.equal(torch.cat([part.dequantize() for part in taken.split([1, 3])]), values[order])
+    whole, packed = ours.fourbit(), taken.fourbit()
+    if whole is not None and packed is not None:
+        assert torch.equal(packed.words, whole.words[order])
+        assert torch.equal(packed.offsets, whole.offsets[order])
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("chunk", [gguf_formats.CHUNK, 768])
+@pytest.mark.parametrize("chunk", [formats.CHUNK, 768])
 def test_four_bits(kind: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gguf_formats, "CHUNK", chunk)
+    monkeypatch.setattr(formats, "CHUNK", chunk)
     ours, values = weight(kind, seed=2)
     packed = ours.fourbit()
     assert (packed is not None) == (kind in FOUR_BITS)
@@ -114,24 +122,23 @@ def test_four_bits(kind: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
 def test_scales_that_are_no_numbers_are_told(kind: str, number: float) -> None:
-    ours, _ = weight(kind)
-    ours.check()
-    sound = ours.data.clone()
+    sound, size = random_blocks(kind, 6, 512), BLOCKS[kind][1]
+    told = r"^target model 'x': x\.gguf has scales in blk\.0\.ffn_up\.weight that are NaN or infinite"
     for at in HALVES[kind] or (0,):
-        ours.data = sound.clone()
-        row = ours.data[4].view(-1, BLOCKS[kind][1])
-        if HALVES[kind]:
-            row[-1, at : at + 2] = torch.tensor([number], dtype=torch.float16).view(torch.uint8)
-        else:
-            row[-1, 0] = 255
-        with pytest.raises(
-            ModelError, match=r"^target model 'x': x.gguf has scales in blk.0.ffn_up.weight that are NaN"
-        ):
-            ours.check()
+        data = torch.from_numpy(sound.copy())
+        last = data[4].view(-1, size)[-1]
+        last[at : at + 2] = torch.tensor([number], dtype=torch.float16).view(torch.uint8)
+        if not HALVES[kind]:
+            last[0] = 255
+        ours = GgufWeight("blk.0.ffn_up.weight", data, kind, "target model 'x': x.gguf")
+        for faulty in (ours, ours.take(torch.tensor([0, 4]))):
+            with pytest.raises(ModelError, match=told):
+                faulty.check()
+        ours.take(torch.tensor([0, 5])).check()
 
 
 def test_the_largest_scales_of_mxfp4_are_finite() -> None:
-    data = torch.tensor([[gguf_formats.LARGEST_E8M0, *(0x7F,) * 16]], dtype=torch.uint8)  # levels 12 and -12
+    data = torch.tensor([[formats.LARGEST_E8M0, *(0x7F,) * 16]], dtype=torch.uint8)  # levels 12 and -12
     largest = GgufWeight("w", data, "MXFP4", "x")
     largest.check()
     assert bool(largest.dequantize().isfinite().all())

@@ -16,7 +16,7 @@ from dsbd_cli import ModelError, ModelNotFoundError, ModelSpec
 from dsbd_cli.models import verdicts
 from dsbd_cli.models.checkpoints.catalog import _state
 from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
-from dsbd_cli.models.checkpoints.gguf_parts import gguf_parts
+from dsbd_cli.models.checkpoints.gguf.parts import gguf_parts
 from dsbd_cli.models.checkpoints.loader import load as load_checkpoint
 from tests.helpers.tiny_gguf import WORDS, tiny_qwen2, write_gguf
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.errors import ModelError
-from dsbd_cli.models.checkpoints.gguf import BLOCKS
+from dsbd_cli.models.checkpoints.gguf.header import BLOCKS
 from dsbd_cli.ops.quantized_weight import GROUP, FourBit, QuantizedWeight
 
 CHUNK = 1 << 17  # numbers that are unpacked at once, so that what lies between fits a cache
@@ -53,21 +53,18 @@ class BlockFormat:
 
 
 class GgufWeight(QuantizedWeight):
-    """A weight [o, i] of a GGUF file in blocks, over the bytes of the file.
+    """A weight [o, i] of a GGUF file in blocks, over the bytes of the file."""
 
-    Attributes:
-        data: [o, bytes of a row] uint8.
-        kind: ggml's name of the format.
-        origin: model and file, for messages.
-    """
-
-    def __init__(self, name: str, data: Tensor, kind: str, origin: str) -> None:
+    def __init__(self, name: str, data: Tensor, kind: str, origin: str, rows: Tensor | None = None) -> None:
+        """data: rows [r, bytes of a row] uint8. kind: ggml's name of the format. origin: model and file, for messages.
+        rows: indices [o] int64 of the rows that the weight has; None: all."""
         self._numbers, self._size = BLOCKS[kind]
-        super().__init__(name, (len(data), data.shape[1] // self._size * self._numbers))
-        self.data, self.kind, self.origin = data, kind, origin
+        outputs = len(data) if rows is None else len(rows)
+        super().__init__(name, (outputs, data.shape[1] // self._size * self._numbers))
+        self.kind, self._origin, self._data, self._rows = kind, origin, data, rows
 
     def dequantize(self, rows: Tensor | slice = slice(None)) -> Tensor:
-        data = self.data[rows]
+        data = self._packed(rows)
         values = torch.empty(len(data), self.shape[1], dtype=torch.float32)
         for part, blocks in self._chunks(data):
             FORMATS[self.kind].unpack(blocks, values.view(-1, self._numbers)[part])
@@ -81,22 +78,33 @@ class GgufWeight(QuantizedWeight):
         groups = self._numbers // GROUP
         words = torch.empty(outputs, inputs // 8, dtype=torch.int32)
         scales, offsets = torch.empty(2, outputs, inputs // GROUP, dtype=torch.float32)
-        for part, blocks in self._chunks(self.data):
+        for part, blocks in self._chunks(self._packed()):
             words.view(-1, 4 * groups)[part] = _words(blocks[:, layout.levels :], layout.span)
             scales.view(-1, groups)[part], offsets.view(-1, groups)[part] = layout.parts(blocks)
         return FourBit(words, scales, offsets, layout.table)
 
     def check(self) -> None:
         """Raise ModelError where a scale is NaN or infinite."""
-        blocks, halves = self.data.reshape(-1, self._size), FORMATS[self.kind].halves
+        blocks, halves = self._packed().reshape(-1, self._size), FORMATS[self.kind].halves
         sound = all(bool(_half(blocks, at).isfinite().all()) for at in halves)
         if not halves and len(blocks):
             sound = int(blocks[:, 0].max()) <= LARGEST_E8M0
         if not sound:
-            raise ModelError(f"{self.origin} has scales in {self.name} that are NaN or infinite: get it again")
+            raise ModelError(f"{self._origin} has scales in {self.name} that are NaN or infinite: get it again")
+
+    def take(self, rows: Tensor) -> GgufWeight:
+        return GgufWeight(
+            self.name, self._data, self.kind, self._origin, rows if self._rows is None else self._rows[rows]
+        )
 
     def split(self, sizes: Sequence[int]) -> list[QuantizedWeight]:
-        return [GgufWeight(self.name, data, self.kind, self.origin) for data in self.data.split([*sizes])]
+        if self._rows is not None:
+            return super().split(sizes)
+        return [GgufWeight(self.name, data, self.kind, self._origin) for data in self._data.split([*sizes])]
+
+    def _packed(self, rows: Tensor | slice = slice(None)) -> Tensor:
+        """Return rows as they are packed: [r, bytes of a row] uint8. Rows that are not indexed are not copied."""
+        return self._data[rows] if self._rows is None else self._data[self._rows[rows]]
 
     def _chunks(self, data: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Yield the blocks [n, b] of rows, and which they are, some at a time."""

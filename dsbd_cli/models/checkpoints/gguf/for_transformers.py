@@ -14,7 +14,8 @@ from math import prod
 from types import SimpleNamespace
 from typing import Any
 
-from dsbd_cli.models.checkpoints.gguf import ARRAY, BLOCKS, PLAIN, TEXT, GgufFile, GgufTensor
+from dsbd_cli.models.checkpoints.gguf.file import GgufFile
+from dsbd_cli.models.checkpoints.gguf.header import ARRAY, BLOCKS, PLAIN, TEXT, GgufTensor
 
 BOOL = 7  # type of metadata
 CUT = ("token_embd.weight", "output.weight", "output.bias")  # tensors with a row for each token
@@ -91,12 +92,13 @@ class _Tensor:
     @cached_property
     def data(self) -> Any:
         """The numbers, or rows of bytes for types that numpy lacks."""
-        kind = PLAIN.get(self._tensor.kind, "bfloat16")
-        return self.bytes.view("uint8" if kind == "bfloat16" else kind).reshape(*self.torch_shape[:-1], -1)
+        kind = self._tensor.kind
+        numbers = self.bytes.view(PLAIN[kind]) if kind in ("F32", "F16", "F64") else self.bytes
+        return numbers.reshape(*self.torch_shape[:-1], -1)
 
 
 class _Shown:
-    """What transformers' readers return for a file with these tensors."""
+    """The answers of transformers' readers for a file with these tensors."""
 
     def __init__(self, file: GgufFile, tensors: list[_Tensor]) -> None:
         self.file, self.tensors = file, tensors

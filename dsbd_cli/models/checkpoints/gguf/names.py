@@ -7,7 +7,7 @@ of Gemma. transformers' own reader undoes the same (TENSOR_PROCESSORS).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,23 +61,21 @@ class Architecture:
         return f"model.layers.{match[1]}.{self.layer[match[2]]}.{match[3]}"
 
     def restored(
-        self, name: str, read: Callable[[], Tensor | QuantizedWeight], heads: tuple[int, int]
+        self, name: str, values: Tensor | QuantizedWeight, heads: tuple[int, int], origin: str
     ) -> Tensor | QuantizedWeight:
-        """Return a tensor as transformers has it. name: in GGUF. Raises ModelError."""
-        values = read()
+        """Return a tensor as transformers has it. name: in GGUF. heads: of queries and of keys. origin: model and file, for messages. Raises
+        ModelError."""
         if self.one_more and name.endswith("norm.weight") and isinstance(values, Tensor):
             return values - 1
         if self.permuted and (".attn_q." in name or ".attn_k." in name):
-            order = _order(name, len(values), heads[".attn_k." in name])
+            count = heads[".attn_k." in name]
+            if len(values) % (2 * count):
+                raise ModelError(
+                    f"{origin} has {len(values)} rows in {name}, which do not fit the {count} heads of its config"
+                )
+            order = torch.arange(len(values)).view(count, -1, 2).transpose(1, 2).reshape(-1)
             return values[order] if isinstance(values, Tensor) else values.take(order)
         return values
-
-
-def _order(name: str, rows: int, heads: int) -> Tensor:
-    """Return the indices [rows] int64, in llama.cpp's order, of rows in transformers' order."""
-    if rows % (2 * heads):
-        raise ModelError(f"{name} has {rows} rows, which do not fit the {heads} heads of its config")
-    return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).reshape(-1)
 
 
 ARCHITECTURES = {

@@ -1,30 +1,19 @@
-"""GGUF files, read without llama.cpp's package: metadata, and tensors over the mapped bytes of the file.
-
-Headers are checked before anything is made of them, so that a damaged file leads to one line, and to no more memory
-than the file is large. torch is imported when a tensor is read.
+"""Headers of GGUF files, read and checked before anything is made of them: a damaged file leads to one line, and to no
+more memory than the file is large. torch is not needed.
 """
 
 from __future__ import annotations
 
 import mmap
 import struct
-import warnings
 from array import array
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
-from dsbd_cli.errors import ModelError, shorten
-from dsbd_cli.models.checkpoints.gguf_parts import gguf_parts
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from dsbd_cli.ops.quantized_weight import QuantizedWeight
+from dsbd_cli.errors import ModelError, one_line, shorten
 
 VERSIONS = (2, 3)
 ALIGNMENT = 32  # bytes, where the file names none
@@ -49,7 +38,7 @@ TYPES = {  # ggml's numbers
 TEXT, ARRAY = 8, 9  # types of metadata
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 
-_UINT32, _UINT64, _TENSOR_END = struct.Struct("<I"), struct.Struct("<Q"), struct.Struct("<IQ")
+_UINT32, _UINT64 = struct.Struct("<I"), struct.Struct("<Q")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,169 +66,15 @@ class GgufTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class GgufFile:
-    """A GGUF file, or all of its parts.
-
-    Attributes:
-        name: of the model, in messages.
-        path: the first part.
-        metadata: values by key, of the first part. Arrays are lists of str, or arrays of numbers.
-        types: for each key the type of its value: (number,), or (ARRAY, number of the items' type).
-        tensors: by their names in GGUF, of all parts, in order.
-    """
-
-    name: str
-    path: Path
-    metadata: dict[str, Any]
-    types: dict[str, tuple[int, ...]]
-    tensors: dict[str, GgufTensor]
-
-    @classmethod
-    def open(cls, path: Path, name: str) -> GgufFile:
-        """Read the headers of a file and of all parts that it is one of. name: of the model, in messages.
-
-        Raises ModelError for a file that is damaged or cut short, parts that do not belong together, and types of
-        tensors that are not read.
-        """
-        parts = gguf_parts(path)
-        headers = [_read_header(part, name) for part in parts]
-        _check_parts(parts, headers, name)
-        tensors: dict[str, GgufTensor] = {}
-        for header in headers:
-            for tensor in header.tensors:
-                if tensor.name in tensors:
-                    raise ModelError(f"{name}: {tensor.file.name} has {shorten(tensor.name)} a second time")
-                tensors[tensor.name] = tensor
-        first = headers[0]
-        if not isinstance(first.metadata.get("general.architecture"), str):
-            raise ModelError(f"{name}: {parts[0].name} names no architecture: get it again")
-        return cls(name, parts[0], first.metadata, first.types, tensors)
-
-    @property
-    def architecture(self) -> str:
-        """llama.cpp's name of the architecture."""
-        return str(self.metadata["general.architecture"])
-
-    def mapped(self, tensor: GgufTensor) -> Tensor:
-        """Return the bytes of a tensor, mapped: [size] uint8. They must not be written to. Raises ModelError where the
-        file has gone or has shrunk."""
-        import torch
-
-        start = tensor.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-        try:
-            with tensor.file.open("rb") as stream:
-                end = tensor.offset + tensor.size
-                data = mmap.mmap(stream.fileno(), end - start, access=mmap.ACCESS_READ, offset=start)
-        except (OSError, ValueError) as error:
-            raise ModelError(f"{self.name}: {tensor.file.name} cannot be read: {error}") from error
-        with warnings.catch_warnings():  # that it must not be written to
-            warnings.simplefilter("ignore")
-            return torch.frombuffer(data, dtype=torch.uint8, count=tensor.size, offset=tensor.offset - start)
-
-    def read(self, name: str) -> Tensor | QuantizedWeight:
-        """Return a tensor by its name in GGUF.
-
-        Matrices in blocks are GgufWeights. Matrices of plain numbers are mapped as they are stored; they must not be
-        written to. What has one dimension is float32. Raises ModelError where a scale, or a number of one dimension,
-        is NaN or infinite.
-        """
-        import torch
-
-        from dsbd_cli.models.checkpoints.gguf_formats import GgufWeight
-
-        tensor, origin = self.tensors[name], f"{self.name}: {self.tensors[name].file.name}"
-        data = self.mapped(tensor)
-        if tensor.kind in PLAIN:
-            values = data.view(getattr(torch, PLAIN[tensor.kind])).view(tensor.shape)
-            if values.dtype == torch.float64 or values.dim() == 1:
-                values = values.to(torch.float32)
-        else:
-            weight = GgufWeight(tensor.name, data.view(prod(tensor.shape[:-1]), -1), tensor.kind, origin)
-            if len(tensor.shape) == 2:
-                return weight
-            weight.check()
-            values = weight.dequantize().view(tensor.shape)
-        if values.dim() == 1 and not bool(values.isfinite().all()):
-            raise ModelError(f"{origin} has numbers in {tensor.name} that are NaN or infinite: get it again")
-        return values
-
-    @property
-    def form(self) -> str | None:
-        """The type of most of its weights, such as gguf-q4_k; None where they are plain."""
-        sizes = Counter[str]()
-        for tensor in self.tensors.values():
-            sizes[tensor.kind] += prod(tensor.shape) if len(tensor.shape) > 1 else 0
-        kind = max(sizes, key=lambda kind: sizes[kind], default="F32")
-        return None if kind in PLAIN else f"gguf-{kind.lower()}"
-
-    def reads(self, family: str) -> bool:
-        """Return whether `decoder_tensors` has all tensors of a model of this transformers family."""
-        from dsbd_cli.models.checkpoints.gguf_names import ARCHITECTURES
-
-        architecture = ARCHITECTURES.get(self.architecture)
-        return architecture is not None and family in architecture.families and None not in self._names().values()
-
-    @property
-    def decoder_tensors(self) -> dict[str, Callable[[], Tensor | QuantizedWeight]]:
-        """For transformers' name of each tensor, a function that reads it as `read` does, with llama.cpp's changes
-        undone. Tables of rotary frequencies are left out, as in transformers."""
-        from dsbd_cli.models.checkpoints.gguf_names import ARCHITECTURES
-
-        architecture, heads = ARCHITECTURES[self.architecture], self._heads()
-        return {
-            str(theirs): partial(architecture.restored, name, partial(self.read, name), heads)
-            for name, theirs in self._names().items()
-        }
-
-    def _names(self) -> dict[str, str | None]:
-        """Return transformers' names of the tensors by those in GGUF; None for those that are not known."""
-        from dsbd_cli.models.checkpoints.gguf_names import ARCHITECTURES, IGNORED
-
-        renamed = ARCHITECTURES[self.architecture].renamed
-        return {name: renamed(name) for name in self.tensors if name not in IGNORED}
-
-    def _heads(self) -> tuple[int, int]:
-        """Return the numbers of heads of queries and of keys. Raises ModelError."""
-        key = f"{self.architecture}.attention.head_count"
-        heads = self.metadata.get(key)
-        kv_heads = self.metadata.get(f"{key}_kv", heads)
-        if type(heads) is not int or type(kv_heads) is not int or min(heads, kv_heads) < 1:
-            raise ModelError(f"{self.name}: {self.path.name} says {key} = {shorten(heads)}: get it again")
-        return heads, kv_heads
-
-
-@dataclass(frozen=True, slots=True)
-class _Header:
-    """What one file says before its data."""
+class Header:
+    """The metadata and the tensors of one file."""
 
     metadata: dict[str, Any]
     types: dict[str, tuple[int, ...]]
     tensors: list[GgufTensor]
 
 
-def _check_parts(parts: list[Path], headers: list[_Header], name: str) -> None:
-    """Check that parts are what their names say."""
-    if len(parts) == 1:
-        number, count = (headers[0].metadata.get(f"split.{key}") for key in ("no", "count"))
-        if isinstance(number, int) and isinstance(count, int) and count > 1:
-            raise ModelError(
-                f"{name}: {parts[0].name} is part {number + 1} of {count}: name it, and the others beside it, "
-                f"as in {parts[0].stem}-{number + 1:05}-of-{count:05}.gguf"
-            )
-        return
-    for number, (part, header) in enumerate(zip(parts, headers, strict=True)):
-        if header.metadata.get("split.no") != number:
-            raise ModelError(f"{name}: {part.name} is another part than its name says: get it again")
-        if (count := header.metadata.get("split.count")) != len(parts):
-            raise ModelError(
-                f"{name}: {part.name} is of {shorten(count)} parts, but its name says {len(parts)}: get it again"
-            )
-    count, expected = sum(len(header.tensors) for header in headers), headers[0].metadata.get("split.tensors.count")
-    if count != expected:
-        raise ModelError(f"{name}: its parts hold {count} tensors, but should hold {shorten(expected)}: get them again")
-
-
-def _read_header(file: Path, name: str) -> _Header:
+def read_header(file: Path, name: str) -> Header:
     """Read and check one file up to its data."""
     try:
         with file.open("rb") as stream:
@@ -248,7 +83,7 @@ def _read_header(file: Path, name: str) -> _Header:
             with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 return _Reader(data, file, name).header()
     except (OSError, ValueError) as error:
-        raise ModelError(f"{name}: {file.name} cannot be read: {error}") from error
+        raise ModelError(f"{name}: {file.name} cannot be read: {one_line(error)}") from error
 
 
 class _Reader:
@@ -257,7 +92,8 @@ class _Reader:
     def __init__(self, data: mmap.mmap, file: Path, name: str) -> None:
         self.data, self.file, self.name, self.at = data, file, name, 0
 
-    def header(self) -> _Header:
+    def header(self) -> Header:
+        """Read all of it. Raises ModelError, as all that follows."""
         if self.data[:4] != b"GGUF":
             self.fail("is no GGUF file: get it again")
         self.at = 4
@@ -280,9 +116,10 @@ class _Reader:
         alignment = self.alignment(types, metadata)
         table = [self.entry() for _ in range(count)]
         start = -(-self.at // alignment) * alignment
-        return _Header(metadata, types, self.placed(table, start, alignment))
+        return Header(metadata, types, self.placed(table, start, alignment))
 
     def alignment(self, types: Mapping[str, tuple[int, ...]], metadata: Mapping[str, Any]) -> int:
+        """Return the bytes of which the start of each tensor is a multiple."""
         alignment = metadata.get("general.alignment", ALIGNMENT)
         if types.get("general.alignment", (4,)) != (4,) or alignment < 8 or alignment & (alignment - 1):
             self.fail(f"has the alignment {shorten(alignment)}, but it must be a power of two from 8: get it again")
@@ -291,7 +128,7 @@ class _Reader:
     def value(self, key: str, kind: int) -> tuple[tuple[int, ...], Any]:
         """Return the type of a value and the value."""
         if kind == TEXT:
-            return (kind,), self.text(key)
+            return (kind,), self.text(shorten(key))
         if kind in SCALARS:
             return (kind,), self.number(struct.Struct(f"<{SCALARS[kind]}"))
         if kind != ARRAY:
@@ -300,14 +137,15 @@ class _Reader:
         if count > MOST_ITEMS:
             self.fail(f"says that {shorten(key)} has {count} items, more than {MOST_ITEMS}: get it again")
         if item == TEXT:
-            return (kind, item), self.texts(key, count)
+            return (kind, item), self.texts(shorten(key), count)
         if item not in SCALARS:
             self.fail(f"has an array of items of type {item} for {shorten(key)}, which is not read: get it again")
         items = array(SCALARS[item].replace("?", "B"))
-        items.frombytes(self.take(count * items.itemsize, key))
+        items.frombytes(self.take(count * items.itemsize, shorten(key)))
         return (kind, item), items
 
     def number(self, layout: struct.Struct) -> Any:
+        """Read a number."""
         try:
             (number,) = layout.unpack_from(self.data, self.at)
         except struct.error:
@@ -316,12 +154,14 @@ class _Reader:
         return number
 
     def take(self, size: int, what: str) -> bytes:
+        """Read some bytes. what: they are, for a message."""
         if size > len(self.data) - self.at:
             self.cut_short(what)
         self.at += size
         return self.data[self.at - size : self.at]
 
     def text(self, what: str) -> str:
+        """Read a text."""
         return self.decoded(self.take(self.number(_UINT64), what), what)
 
     def texts(self, what: str, count: int) -> list[str]:
@@ -343,10 +183,11 @@ class _Reader:
         return texts
 
     def decoded(self, text: bytes, what: str) -> str:
+        """Return bytes as a text."""
         try:
             return text.decode()
         except UnicodeDecodeError:
-            self.fail(f"has a text that is not UTF-8 ({shorten(what)}): get it again")
+            self.fail(f"has a text that is not UTF-8 ({what}): get it again")
 
     def entry(self) -> GgufTensor:
         """Read what the table says of a tensor. Its offset counts from the start of the data."""
@@ -390,7 +231,9 @@ class _Reader:
         return tensors
 
     def cut_short(self, what: str) -> NoReturn:
-        self.fail(f"is cut short or damaged: {shorten(what)} goes beyond its {len(self.data)} bytes: get it again")
+        """Raise the error of a file that ends too early."""
+        self.fail(f"is cut short or damaged: {what} goes beyond its {len(self.data)} bytes: get it again")
 
     def fail(self, what: str) -> NoReturn:
+        """Raise an error. what: is said of the file."""
         raise ModelError(f"{self.name}: {self.file.name} {what}")

@@ -1,0 +1,1 @@
+"""GGUF files: their headers, their tensors in blocks, and transformers' readers of them."""
