@@ -4,6 +4,7 @@
     python -m benchmarks.quantize decode --target models/qwen2.5-coder-1.5b-instruct --ctranslate2
 
 error: KL divergence from float32 and agreement of the most probable token, of bfloat16, int8 and int4 beside bfloat16.
+Of a quantised file (GGUF, GPTQ, ..): as the file is, beside its own weights dequantised to float32.
 decode: tokens/s of the best answer, one chat prompt at a time, beam search without a draft; every prompt is answered by
 all in turn, and the time of its own forward counts. The results are written after every prompt; `--seconds` ends it.
 One that runs SQL tasks: `dsbd bench --task sql` with and without `--quantize int8` or `int4`.
@@ -26,7 +27,7 @@ from benchmarks.common import markdown_table, results_folder, write_results
 from benchmarks.instruct_prompts import prompts
 from benchmarks.peers.engines import CTranslateConfig, CTranslatePeer
 from dsbd_cli import Engine, MethodConfig, Request, SamplingConfig
-from dsbd_cli.config.model import QUANTIZE, ModelSpec
+from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.lab.peers.config import PeerConfig
 from dsbd_cli.lab.peers.transformers_generate import TransformersPeer
 from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
@@ -40,7 +41,7 @@ TEXTS = ("README.md", "docs/algorithm.md", "dsbd_cli/ops/cpu/int8.py", "sample_i
 def logprobs(target: str, dtype: str, quantize: Any, tokens: int) -> Tensor:
     """[places, V] log-probabilities after every token of the texts, in float32."""
     run: Callable[[Tensor], Tensor]
-    if quantize is None:
+    if quantize is None and Checkpoint.open(ModelSpec(target)).stored_form is None:
         network, tokenizer = load(Checkpoint.open(ModelSpec(target, device="cpu", dtype=dtype)))
         run = lambda tokens: network(tokens, use_cache=False).logits  # noqa: E731
     else:
@@ -58,8 +59,10 @@ def logprobs(target: str, dtype: str, quantize: Any, tokens: int) -> Tensor:
 
 def error(target: str, tokens: int) -> None:
     """KL in nats per place: mean, 99th percentile; share of places with the same most probable token."""
-    exact = logprobs(target, "float32", None, tokens)
-    for name, quantize in (("bfloat16", None), ("int8+bfloat16", "int8"), ("int4+bfloat16", "int4")):
+    form = Checkpoint.open(ModelSpec(target)).stored_form
+    exact = logprobs(target, "float32", None if form is None else "none", tokens)
+    plain = [("bfloat16", None)] if form is None else [("bfloat16", "none"), (f"{form}+bfloat16", None)]
+    for name, quantize in (*plain, ("int8+bfloat16", "int8"), ("int4+bfloat16", "int4")):
         approximate = logprobs(target, "bfloat16", quantize, tokens)
         divergence = (exact.exp() * (exact - approximate)).sum(-1)
         top = exact.argmax(-1, keepdim=True)
@@ -95,7 +98,7 @@ def answering(options: argparse.Namespace) -> tuple[dict[str, Answering], Any]:
     kind = "beam-search" if beams > 1 else "greedy"
     plain, codec, _ = load_model(Checkpoint.open(ModelSpec(options.target, device="cpu", dtype="bfloat16")))
     answers = {"bfloat16": ours(plain, codec, sampling, beams)}
-    for quantize in QUANTIZE:
+    for quantize in ("int8", "int4"):
         spec = ModelSpec(options.target, device="cpu", dtype="bfloat16", quantize=quantize)
         answers[quantize] = ours(load_model(Checkpoint.open(spec)).model, codec, sampling, beams)
     peers: dict[str, Any] = {}

@@ -85,7 +85,7 @@ class QuantizedWeight(ABC):
     def fourbit(self) -> FourBit | None:
         """Return the weight in four bits; None where the format has more, or groups that four bits cannot have."""
 
-    def check(self) -> None:
+    def check(self) -> None:  # noqa: B027  # of forms that are checked when they are opened
         """Raise ModelError where a scale is NaN or infinite."""
 
     def __len__(self) -> int:

@@ -184,7 +184,7 @@ class Checkpoint:
             return self.gguf.decoder_tensors
         try:
             tensors = read_tensors(self.path)
-            if self.stored_form is not None:
+            if self.quantization is not None and not isinstance(self.quantization, str):
                 from dsbd_cli.models.checkpoints.quantized.groupwise import quantized_tensors
 
                 return quantized_tensors(tensors, self.quantization, self.name)

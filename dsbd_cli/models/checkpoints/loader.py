@@ -207,7 +207,7 @@ def check_quantize(checkpoint: Checkpoint, config: Any) -> None:
     elif getattr(config, "quantization_config", None) is not None and not checkpoint.direct:
         reason = f"{checkpoint.name} is quantised already: drop it"
     else:
-        reason = quantize_missing(spec.quantize)  # last: it may have to compile kernels
+        reason = quantize_missing(str(spec.quantize))  # last: it may have to compile kernels
     if reason is not None:
         raise _unquantizable(spec, reason)
 

@@ -63,7 +63,9 @@ class Decoder:
     def embed(self, tokens: Tensor) -> Tensor:
         """Return embeddings [R, n, H] of tokens [R, n]."""
         table = self.weights.table
-        rows = table.rows(tokens) if isinstance(table, QuantizedWeight) else torch.nn.functional.embedding(tokens, table)
+        rows = (
+            table.rows(tokens) if isinstance(table, QuantizedWeight) else torch.nn.functional.embedding(tokens, table)
+        )
         embedded = rows.to(self.weights.dtype)
         return embedded if self.config.embedding_scale == 1 else embedded * self._embedding_scale
 

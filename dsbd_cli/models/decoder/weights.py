@@ -93,7 +93,8 @@ class LayerWeights:
 class DecoderWeights:
     """All weights of a decoder.
 
-    table: [V, hidden], in the checkpoint's dtype or quantised. norm: [hidden], the last one. dtype: the dtype that is computed in.
+    table: [V, hidden], in the checkpoint's dtype or quantised. norm: [hidden], the last one. dtype: the dtype that is
+    computed in.
     """
 
     table: Any

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,8 +62,8 @@ class Architecture:
     def restored(
         self, name: str, values: Tensor | QuantizedWeight, heads: tuple[int, int], origin: str
     ) -> Tensor | QuantizedWeight:
-        """Return a tensor as transformers has it. name: in GGUF. heads: of queries and of keys. origin: model and file, for messages. Raises
-        ModelError."""
+        """Return a tensor as transformers has it. name: in GGUF. heads: of queries and of keys. origin: model and
+        file, for messages. Raises ModelError."""
         if self.one_more and name.endswith("norm.weight") and isinstance(values, Tensor):
             return values - 1
         if self.permuted and (".attn_q." in name or ".attn_k." in name):
