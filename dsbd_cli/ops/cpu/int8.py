@@ -286,8 +286,8 @@ class Int8Product:
         dtype: torch.dtype | None = None,
     ) -> None:
         """weights: [o, i] of each layer, tensors of one dtype or FourBits. biases: [o] or None of each. outliers: [k],
-        ascending. backend: computes the product. linear: packs weights that are not quantized, or returns None. dtype: of inputs
-        and results, where it is not that of the weights; CompiledInt8 alone takes it."""
+        ascending. backend: computes the product. linear: packs weights that are not quantized, or returns None.
+        dtype: of inputs and results, where it is not that of the weights; CompiledInt8 alone takes it."""
         self.parts = [len(weight) for weight in weights]
         bias = joined_bias(weights, biases, dtype or weights[0].dtype)
         more = {} if dtype is None else {"dtype": dtype}
