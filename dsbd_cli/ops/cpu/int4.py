@@ -51,6 +51,7 @@ class CompiledInt4(int8.CompiledInt8):
         if self._order is not None:
             outliers = self._order.argsort()[outliers].sort().values
         super().__init__(weights, outliers, bias, linear, dtype)
+        self.table = weights[0].table if isinstance(weights[0], FourBit) else None
 
     def _quantize(self, weights: Sequence[Any]) -> None:
         if isinstance(weights[0], FourBit):
