@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterable
 
@@ -15,15 +16,16 @@ HALVES = {
 }  # fmt: skip
 
 
-def random_blocks(kind: str, rows: int, columns: int, seed: int = 0) -> np.ndarray:
-    """The bytes [rows, bytes of a row] of a weight whose levels are random and whose scales are moderate."""
+def random_blocks(kind: str, rows: int, columns: int, seed: int = 0, scale: float = 1.0) -> np.ndarray:
+    """The bytes [rows, bytes of a row] of a weight whose levels are random and whose scales are about `scale`."""
     generator = np.random.default_rng(seed)
     numbers, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     blocks = generator.integers(0, 256, (rows * columns // numbers, size), dtype=np.uint8)
     for at in HALVES[kind]:
-        blocks[:, at : at + 2] = generator.normal(size=(len(blocks), 1)).astype(np.float16).view(np.uint8)
+        scales = generator.normal(scale=scale, size=(len(blocks), 1))
+        blocks[:, at : at + 2] = scales.astype(np.float16).view(np.uint8)
     if not HALVES[kind]:
-        blocks[:, 0] = generator.integers(100, 150, len(blocks))
+        blocks[:, 0] = generator.integers(100, 150, len(blocks)) + round(math.log2(scale))
     return blocks.reshape(rows, -1)
 
 

@@ -127,7 +127,8 @@ class GgufFile:
     @property
     def decoder_tensors(self) -> dict[str, Callable[[], Tensor | QuantizedWeight]]:
         """For transformers' name of each tensor, a function that reads it as `read` does, with llama.cpp's changes
-        undone. Tables of rotary frequencies are left out, as in transformers. Raises ModelError."""
+        undone. Factors of rotary frequencies are left out, which are parts of the config (rotary.py). Raises
+        ModelError."""
         architecture, key = self._architecture, f"{self.architecture}.attention.head_count"
         assert architecture is not None
         heads = self.metadata.get(key)
