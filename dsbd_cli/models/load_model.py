@@ -31,8 +31,8 @@ from dsbd_cli.models.checkpoints.loader import (
     dtype_of,
     import_decoder_code,
     load_network,
-    load_part,
 )
+from dsbd_cli.models.checkpoints.quantized.stock_part import load_part
 from dsbd_cli.models.checkpoints.registry import parts_of
 from dsbd_cli.models.decoder.config import DecoderConfig
 from dsbd_cli.models.decoder.decoder_model import DecoderForestModel

@@ -61,19 +61,6 @@ def load_network(checkpoint: Checkpoint, config: Any = None, kind: Any = None, *
     return model
 
 
-def load_part(checkpoint: Checkpoint, dtype: torch.dtype, layers: int, vocabulary: int) -> Any:
-    """Return transformers' model of the first layers of a quantised decoder, over the first tokens, with plain weights.
-
-    transformers reads a GGUF file by itself, so that its reading and ours are compared. Weights of other forms are
-    dequantised by our readers. Raises ModelError.
-    """
-    from dsbd_cli.models.checkpoints.quantized.stock_part import part_config, stock_part
-
-    if checkpoint.gguf is not None:
-        return load_network(checkpoint.like(quantize=None), part_config(checkpoint.config, layers, vocabulary))
-    return stock_part(checkpoint.config, checkpoint.tensors, dtype, layers, vocabulary, checkpoint.name)
-
-
 def import_decoder_code(config: Any) -> None:
     """Import the module of transformers that `load_network` will need for a decoder. This takes a second or two."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING

@@ -28,7 +28,7 @@ MOST_LEVEL = 15
 GROUP_BYTES = COLUMNS * GROUP // 2 + 2 * COLUMNS * 2  # levels, scales and offsets in float16
 SHRINKS = (1.0, 0.97, 0.94, 0.9, 0.86, 0.82)  # parts of a group's range that are tried
 LAYOUT = layout(*int8._ARGUMENTS, constants=(MOST_LEVEL, GROUP_BYTES, SHRINKS))
-FEW_ROWS, PIECE = 4, 16  # for more rows than these a thread works on PIECE groups at a time, which its cache holds
+FEW_ROWS, PIECE = 4, 64  # for more rows than these a thread works on PIECE groups at a time, which its cache holds
 
 
 class CompiledInt4(int8.CompiledInt8):
@@ -51,6 +51,7 @@ class CompiledInt4(int8.CompiledInt8):
         if self._order is not None:
             outliers = self._order.argsort()[outliers].sort().values
         super().__init__(weights, outliers, bias, linear, dtype)
+        self.table = weights[0].table if isinstance(weights[0], FourBit) else None
 
     def _quantize(self, weights: Sequence[Any]) -> None:
         if isinstance(weights[0], FourBit):

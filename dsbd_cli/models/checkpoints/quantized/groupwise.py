@@ -31,7 +31,6 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from dsbd_cli.errors import ModelError, one_line
-from dsbd_cli.models.checkpoints.checkpoint import Tensors
 from dsbd_cli.models.checkpoints.quantized.settings import COMPRESSED, GPTQ, NAIVE, PACKED, WHOLE, Quantization
 from dsbd_cli.ops.quantized_weight import GROUP, FourBit, QuantizedWeight
 
@@ -43,7 +42,9 @@ WeightTensors = Mapping[str, Callable[[], Tensor | QuantizedWeight]]
 """For the name of each tensor of a checkpoint, a function that reads the tensor, or the weight that stays packed."""
 
 
-def quantized_tensors(tensors: Tensors, quantization: Quantization, name: str) -> WeightTensors:
+def quantized_tensors(
+    tensors: Mapping[str, Callable[[], Tensor]], quantization: Quantization, name: str
+) -> WeightTensors:
     """Return the tensors of a checkpoint with `X.weight`, a QuantizedWeight, in the place of the parts of each
     quantised layer X. No tensor is read before it is asked for; a weight is checked when it is.
 

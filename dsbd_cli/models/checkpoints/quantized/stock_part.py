@@ -13,13 +13,24 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.errors import ModelError, UnsupportedModelError
-from dsbd_cli.models.checkpoints.checkpoint import quiet
-from dsbd_cli.models.checkpoints.loader import attention_of, check_report
+from dsbd_cli.models.checkpoints.checkpoint import Checkpoint, quiet
+from dsbd_cli.models.checkpoints.loader import attention_of, check_report, load_network
 from dsbd_cli.models.checkpoints.quantized.groupwise import WeightTensors
 from dsbd_cli.ops.quantized_weight import QuantizedWeight
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 _VOCABULARY = re.compile(r"(?:^|\.)(?:embed_tokens|embed_in|wte|lm_head|embed_out)\.(?:weight|bias)$")
+
+
+def load_part(checkpoint: Checkpoint, dtype: torch.dtype, layers: int, vocabulary: int) -> Any:
+    """Return transformers' model of the first layers of a quantised decoder, over the first tokens, with plain weights.
+
+    transformers reads a GGUF file by itself, so that its reading and ours are compared. Weights of other forms are
+    dequantised by our readers. Raises ModelError.
+    """
+    if checkpoint.gguf is not None:
+        return load_network(checkpoint.like(quantize=None), part_config(checkpoint.config, layers, vocabulary))
+    return stock_part(checkpoint.config, checkpoint.tensors, dtype, layers, vocabulary, checkpoint.name)
 
 
 def plain_state(tensors: WeightTensors, dtype: torch.dtype, layers: int, vocabulary: int) -> dict[str, Tensor]:
