@@ -237,8 +237,10 @@ class Checkpoint:
             raise ModelError(f"{self.name}: architectures is {shorten(named)}, but must be a list of names")
         config.architectures = [named] if isinstance(named, str) else named
         if self.gguf is not None:
+            from dsbd_cli.models.checkpoints.gguf.attention import scale_attention
             from dsbd_cli.models.checkpoints.gguf.rotary import scale_rotary
 
+            scale_attention(config, self.gguf)
             scale_rotary(config, self.gguf)
         linearised.mark(self.path, config)
         if config.model_type == CAPTIONER:  # it has an encoder, and does not say so

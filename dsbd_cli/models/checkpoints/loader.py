@@ -80,7 +80,8 @@ def _model(checkpoint: Checkpoint, config: Any, kind: Any, placed: dict[str, Any
     lm_head = read_trimmed_lm_head(folder)
     try:
         text = config.get_text_config(decoder=True)
-        with read_by_transformers(checkpoint.gguf, text.num_hidden_layers, text.vocab_size):
+        sizes = (getattr(text, name, None) for name in ("num_hidden_layers", "vocab_size"))
+        with read_by_transformers(checkpoint.gguf, *sizes):
             loaded: Any = kind.from_pretrained(
                 **checkpoint.pretrained,
                 config=config,

@@ -198,6 +198,14 @@ def test_scaling_matters(tmp_path: Path) -> None:
     assert (computed - wanted).abs().max() > 1e-3 * wanted.std()
 
 
+@pytest.mark.parametrize(("layers", "scalar"), [(62, 32), (61, 256)])
+def test_the_attention_of_gemma_27b(tmp_path: Path, layers: int, scalar: int) -> None:
+    """No key of GGUF tells it; 256 is the scalar of all other sizes."""
+    settings = {**SIZES, "num_hidden_layers": layers, "head_dim": 16, "tie_word_embeddings": True}
+    write_model(tmp_path / "x.gguf", random_model(Gemma3TextConfig, **settings, sliding_window=16), "gemma3")
+    assert opened(tmp_path / "x.gguf").config.query_pre_attn_scalar == scalar
+
+
 def word(key: str, value: Any) -> Writes:
     return lambda writer: writer.add_key_value(f"llama.{key}", value, _type_of(value))
 
