@@ -273,11 +273,14 @@ def int4(op: Any, dtype: torch.dtype) -> None:
             assert finite.sum() == rows * (outputs - 1)
         zero_bias = op([weight], outliers, torch.zeros_like(bias), select.packed_linear)
         x_levels, steps, outlier_x, sums = product.levels(x)
-        x_levels[0], sums[0] = 127, 127 * 32  # the largest sums
-        parts = x_levels, torch.ones_like(steps), torch.zeros_like(outlier_x), sums
+        integer_sums = x_levels.double().unflatten(1, (-1, 32)).sum(2).float()
+        assert torch.equal(sums[..., 0], integer_sums * sums[..., 1])
+        x_levels[0], sums[0, :, 0], sums[0, :, 1] = 127, 127 * 32, 1  # the largest sums
+        assert torch.equal(steps, torch.ones(rows, 1))
+        parts = x_levels, steps, torch.zeros_like(outlier_x), sums
         for table in (None, TABLE):
             zero_bias.table = table
-            exact = reference.int4_sums(x_levels, levels, scales, offsets, table) * product.scales
+            exact = reference.int4_sums(x_levels, sums[..., 1], levels, scales, offsets, table) * product.scales
             for some in {rows, *range(1, 15)}:  # each size of a tile
                 ours = zero_bias.multiply(*(part[:some] for part in parts))
                 assert torch.equal(ours, exact.to(dtype)[:some, :outputs])
@@ -286,9 +289,11 @@ def int4(op: Any, dtype: torch.dtype) -> None:
                   outliers: Tensor = outliers) -> Tensor:  # fmt: skip
             ordinary, few = x.float().clone(), x.double()[:, outliers] @ weight.double()[:, outliers].t()
             ordinary[:, outliers] = 0
-            steps = ordinary.abs().amax(1, keepdim=True) / 127
-            integers = torch.floor(ordinary / steps + 128.5).sub(128).double()
-            return integers @ stored.t() * steps.double() + few + bias.double()
+            wide = ordinary.shape[1]
+            groups = torch.nn.functional.pad(ordinary, (0, -wide % 32)).unflatten(1, (-1, 32))
+            steps = groups.abs().amax(2, keepdim=True).div(127).clamp_min(1e-30)
+            integers = torch.floor(groups / steps + 128.5).sub(128).double()
+            return (integers * steps.double()).flatten(1)[:, :wide] @ stored.t() + few + bias.double()
 
         spread = float(plain(x).std())
         limit = 1e-5 if dtype == torch.float32 else 1.6e-2

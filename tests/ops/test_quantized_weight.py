@@ -114,9 +114,13 @@ def test_levels_are_multiplied_as_they_are(dtype: torch.dtype, order: bool) -> N
     plain = torch.cat([weight.dequantize() for weight in weights]).double()
     ordinary = x.double().clone()
     ordinary[:, outliers] = 0
-    steps = ordinary.abs().amax(1, keepdim=True) / 127
-    integers = torch.floor(ordinary / steps + 128.5) - 128
-    wanted = integers @ plain.t() * steps + x.double()[:, outliers] @ plain[:, outliers].t() + bias
+    if order:
+        ordinary, plain = ordinary[:, weights[0].order], plain[:, weights[0].order]
+    groups = ordinary.unflatten(1, (-1, GROUP))
+    steps = groups.abs().amax(2, keepdim=True) / 127
+    integers = torch.floor(groups / steps + 128.5) - 128
+    plain_outliers = torch.cat([weight.dequantize() for weight in weights]).double()[:, outliers]
+    wanted = (integers * steps).flatten(1) @ plain.t() + x.double()[:, outliers] @ plain_outliers.t() + bias
     ours, spread = linear.compute(x.unsqueeze(0)).squeeze(0).double(), wanted.std()
     assert (ours - wanted).abs().max() / spread < (2e-3 if dtype == torch.float32 else 3e-2)
     alone = torch.cat([linear.compute(row) for row in x.split(1)])

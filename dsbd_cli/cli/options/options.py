@@ -307,7 +307,7 @@ class DeviceOptions(TemplateOptions, LoadOptions):
     )
     quantize: Quantize | None = option(
         DEVICES,
-        "int8 or int4: the linear layers of both models in 8 or 4 bits, on the CPU; none: a quantised file is dequantised "
+        "int8 or int4: linear layers of both models in 8 or 4 bits, on the CPU; none: a quantised file is dequantised "
         "(docs/hardware.md)",
         metavar="FORMAT",
     )

@@ -99,11 +99,12 @@ class CompiledInt4(int8.CompiledInt8):
         self.scales, self.weights = most.flatten(), made
 
     def levels(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]  # sums, too
-        """Do what int8 does, and return the sums of integers [r, g] float32 of each group, too."""
+        """Quantize x [r, i], each group of inputs with a step of its own. Return integers, ones, outliers, and of each
+        group the sum of its integers times its step, and the step, [r, g, 2] float32."""
         if self._order is not None:
             unordered, order = x, self._order
             x = recording.compute(lambda: unordered.index_select(1, order))
-        sums = recording.empty(len(x), self._groups, dtype=torch.float32)
+        sums = recording.empty(len(x), self._groups, 2, dtype=torch.float32)
         return *self._levels(x, sums), sums
 
     def multiply(  # type: ignore[override]  # the results of `levels`

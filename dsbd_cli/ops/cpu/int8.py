@@ -48,8 +48,9 @@ SMALLEST = torch.finfo(torch.float32).tiny
 
 
 class QuantizeRowArguments(ctypes.Structure):
-    """Arguments of the kernel that quantizes rows: sizes, addresses, and strides in bytes. sums: of the integers of
-    each group of GROUP inputs, [rows, inputs / GROUP] float32; 0: they are not wanted."""
+    """Arguments of the kernel that quantizes rows: sizes, addresses, and strides in bytes. sums: for each group of
+    GROUP inputs, which then has a step of its own, the sum of its integers times the step, and the step, [rows, inputs
+    / GROUP, 2] float32; steps are 1 then. 0: a row has one step."""
 
     _fields_ = fields(
         "taken", "threads", "items", "rows", "share", "x", "x_row", "narrow", "inputs", "kept", "levels", "levels_row",

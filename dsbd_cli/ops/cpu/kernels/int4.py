@@ -4,8 +4,8 @@ A block of COLUMNS outputs is stored group by group. A group of GROUP inputs has
 holds the inputs 8 l .. 8 l + 7 of its column: the first four in the lower halves of its bytes, the others in the upper
 halves. Scales and offsets of the columns follow, in float16.
 
-A product multiplies levels by the integers of x, exactly, or the bytes of a table that stand in their place. Then it
-adds scale * sum and offset * (sum of x) to a float32
+A product multiplies levels by the integers of x, exactly, or the bytes of a table that stand in their place. Each
+group of x has a step of its own. Scale times (sum * step) and offset times (sum of x * step) are added to a float32
 sum, group by group from the first to the last. So the bits of a row do not depend on the other rows, on the threads or
 on the processor.
 
@@ -96,6 +96,7 @@ compiled = KernelCompiler("int4 layers", seconds=3, layout=LAYOUT)
 LINES = GROUP // 8  # of a group
 SCALES_AT, OFFSETS_AT = LINES * LINE, LINES * LINE + 2 * COLUMNS
 MOST_ROWS = 4  # of a tile
+PAIR = 2 * WORD  # of a group of x: the sum of its integers times its step, and the step
 HALVES, VECTOR_BYTES = ir.VectorType(ir.HalfType(), LANES), LANES * WORD
 HALF = ir.VectorType(I32, LANES // 2)
 BYTES, SHORTS = ir.VectorType(ir.IntType(8), 2 * LANES), ir.VectorType(ir.IntType(16), LANES)
@@ -218,7 +219,13 @@ def _tile(rows: int, has_table: bool) -> Any:
                     quad = splatted(builder, loaded(builder, _plus(builder, quads, half * WORD), I32, 1), WHOLES)
                     for side, part in zip(sides, row_products, strict=True):
                         part.multiply(side[half], quad)
-        of_x = [splatted(builder, loaded(builder, at(row, group, WORD), F32, WORD)) for row in sums_of_x]
+        of_x, steps = (
+            [
+                splatted(builder, loaded(builder, _plus(builder, at(row, group, PAIR), far), F32, WORD))
+                for row in sums_of_x
+            ]
+            for far in (0, WORD)
+        )
         for v in range(vectors):
             _fence(builder)
             scale, offset = (
@@ -227,7 +234,7 @@ def _tile(rows: int, has_table: bool) -> Any:
             )
             for r in range(rows):
                 value = loaded(builder, results[r][v], VECTOR, WORD)
-                for factor, number in ((scale, products[r][v].floats()), (offset, of_x[r])):
+                for factor, number in ((scale, builder.fmul(products[r][v].floats(), steps[r])), (offset, of_x[r])):
                     value = called(builder, INSTRUCTIONS["float32"], VECTOR, factor, number, value)
                 builder.store(value, pointer(builder, results[r][v], VECTOR), align=WORD)
         following = _plus(builder, group, 1)
@@ -269,16 +276,16 @@ def _adding_up(has_table: bool) -> Any:
                 low = number * count // tiles
                 rows = (number + 1) * count // tiles - low
                 x = get_i64(at + LEVELS) + (first + low) * x_row + done * GROUP
-                x_sums = get_i64(at + OFFSETS) + ((first + low) * groups + done) * WORD
+                x_sums = get_i64(at + OFFSETS) + ((first + low) * groups + done) * PAIR
                 out = sums + low * LINE
                 if rows == 4:
-                    four(x, x_row, x_sums, groups * WORD, table, here, steps, out)
+                    four(x, x_row, x_sums, groups * PAIR, table, here, steps, out)
                 elif rows == 3:
-                    three(x, x_row, x_sums, groups * WORD, table, here, steps, out)
+                    three(x, x_row, x_sums, groups * PAIR, table, here, steps, out)
                 elif rows == 2:
-                    two(x, x_row, x_sums, groups * WORD, table, here, steps, out)
+                    two(x, x_row, x_sums, groups * PAIR, table, here, steps, out)
                 else:
-                    one(x, x_row, x_sums, groups * WORD, table, here, steps, out)
+                    one(x, x_row, x_sums, groups * PAIR, table, here, steps, out)
             done += steps
 
     return njit(error_model="numpy")(add_up)

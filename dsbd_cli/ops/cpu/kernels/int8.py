@@ -104,12 +104,36 @@ def whole_part(builder: Any, value: Any) -> Any:
     return builder.sitofp(builder.fptosi(value, WHOLES), VECTOR)
 
 
+@njit(error_model="numpy")
+def quantize_inputs(x, narrow, kept, inputs, zero, levels):
+    """Quantize inputs of a row with one step. Return the step and the sum of the integers."""
+    unit = types.int64(2) if narrow else types.int64(WORD)
+    half, shift = splat(types.float32(ZERO + 0.5)), splat(types.float32(ZERO - zero))
+    largest_magnitude = nan_sum = summed = splat(types.float32(0))
+    i = types.int64(0)
+    while i < inputs:
+        value = load_bf16(x + i * unit) if narrow else load_f32(x + i * unit)
+        # NaN and infinity times 0 are NaN, which makes the whole row NaN
+        nan_sum = fma(value, splat(types.float32(0)), nan_sum)
+        largest_magnitude = larger(magnitude(mul(value, load_f32(kept + i * WORD))), largest_magnitude)
+        i += LANES
+    step = max(largest(largest_magnitude) / types.float32(MOST), types.float32(SMALLEST))
+    step += total(nan_sum)
+    wide, i = splat(step), types.int64(0)
+    while i < inputs:
+        value = load_bf16(x + i * unit) if narrow else load_f32(x + i * unit)
+        level = whole_part(add(divide(mul(value, load_f32(kept + i * WORD)), wide), half))
+        store_bytes(levels + i, sub(level, shift))
+        summed = add(summed, level)
+        i += LANES
+    return step, total(summed) - types.float32(inputs * ZERO)
+
+
 @compiled.addressed
 def quantize_rows(at):
     """Quantize rows, and write their outliers. Zeros must fill up the inputs to a multiple of LANES."""
-    inputs, narrow = get_i64(at + R_INPUTS), get_i64(at + R_NARROW)
-    kept, unit = get_i64(at + R_KEPT), types.int64(2) if narrow else types.int64(WORD)
-    half, zero = splat(types.float32(ZERO + 0.5)), splat(types.float32(ZERO - get_i64(at + R_ZERO)))
+    inputs, narrow, kept = get_i64(at + R_INPUTS), get_i64(at + R_NARROW), get_i64(at + R_KEPT)
+    unit, zero = types.int64(2) if narrow else types.int64(WORD), get_i64(at + R_ZERO)
     while True:
         item = take(at + R_TAKEN)
         if item >= get_i64(at + R_ITEMS):
@@ -117,31 +141,20 @@ def quantize_rows(at):
         share = get_i64(at + R_SHARE)
         for row in range(item * share, min((item + 1) * share, get_i64(at + R_ROWS))):
             x = get_i64(at + R_X) + row * get_i64(at + R_X_ROW)
-            largest_magnitude = nan_sum = splat(types.float32(0))
-            i = types.int64(0)
-            while i < inputs:
-                value = load_bf16(x + i * unit) if narrow else load_f32(x + i * unit)
-                # NaN and infinity times 0 are NaN, which makes the whole row NaN
-                nan_sum = fma(value, splat(types.float32(0)), nan_sum)
-                largest_magnitude = larger(magnitude(mul(value, load_f32(kept + i * WORD))), largest_magnitude)
-                i += LANES
-            step = max(largest(largest_magnitude) / types.float32(MOST), types.float32(SMALLEST))
-            step += total(nan_sum)
+            levels = get_i64(at + R_LEVELS) + row * get_i64(at + R_LEVELS_ROW)
+            groups, step = inputs // GROUP, types.float32(1)
+            if get_i64(at + R_SUMS) == 0:
+                step, _ = quantize_inputs(x, narrow, kept, inputs, zero, levels)
+                groups = types.int64(0)
+            for group in range(groups):
+                first = group * GROUP
+                own, summed = quantize_inputs(
+                    x + first * unit, narrow, kept + first * WORD, GROUP, zero, levels + first
+                )
+                pair = get_i64(at + R_SUMS) + (row * groups + group) * 2 * WORD
+                put_f32(pair, summed * own)
+                put_f32(pair + WORD, own)
             put_f32(get_i64(at + R_STEPS) + row * WORD, step)
-            levels, wide = get_i64(at + R_LEVELS) + row * get_i64(at + R_LEVELS_ROW), splat(step)
-            sums, summed = get_i64(at + R_SUMS), splat(types.float32(0))
-            i = types.int64(0)
-            while i < inputs:
-                value = load_bf16(x + i * unit) if narrow else load_f32(x + i * unit)
-                level = whole_part(add(divide(mul(value, load_f32(kept + i * WORD)), wide), half))
-                store_bytes(levels + i, sub(level, zero))
-                i += LANES
-                if sums != 0:
-                    summed = add(summed, level)
-                    if i % GROUP == 0:
-                        group = row * (inputs // GROUP) + i // GROUP - 1
-                        put_f32(sums + group * WORD, total(summed) - types.float32(GROUP * ZERO))
-                        summed = splat(types.float32(0))
             outlier_x = get_i64(at + R_OUTLIER_X) + row * get_i64(at + R_OUTLIER_ROW)
             for j in range(get_i64(at + R_OUTLIER_COUNT)):
                 address = x + get_i64(get_i64(at + R_OUTLIERS) + j * 8) * unit
