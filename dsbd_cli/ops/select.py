@@ -16,6 +16,7 @@ from torch import Tensor
 from dsbd_cli.ops import reference
 from dsbd_cli.ops.cpu import (
     attention,
+    blocks,
     candidates,
     int4,
     int8,
@@ -30,7 +31,7 @@ from dsbd_cli.ops.cpu import (
 from dsbd_cli.ops.cpu.runtime import FLOATS, compile_beside, may_use_matrix_units, team, unloadable
 from dsbd_cli.ops.interface import Backend, Linear, OpChoice, Ops, RowsLinear
 from dsbd_cli.ops.processor import ON_ARM, Processor, current
-from dsbd_cli.ops.quantized_weight import QuantizedWeight
+from dsbd_cli.ops.quantized_weight import Blocks, FourBit, QuantizedWeight
 from dsbd_cli.ops.triton import available
 from dsbd_cli.ops.triton.trial import faults
 
@@ -211,6 +212,7 @@ TABLE = (
     Kernel("draft", _draft, iteration.compiled, _ITERATIONS),
     Kernel("verify", _verify, iteration.compiled, _ITERATIONS),
     Kernel("commit", _commit, iteration.compiled, _ITERATIONS),
+    Kernel("unpack", blocks, blocks.compiled, "torch unpacks the blocks of GGUF files", needs=(_X86, _TEAM)),
     Kernel("scan", scan.compiled, scan.compiled, "torch computes recurrent layers"),
 )  # fmt: skip
 _unloadable = functools.cache(unloadable)
@@ -294,13 +296,35 @@ def stored_linear(
     """
     for weight in weights:
         weight.check()
-    stored = [weight.fourbit() for weight in weights]
-    fourbit = [form for form in stored if form is not None]
-    alike = len(fourbit) == len(stored) and all(form.like(fourbit[0]) for form in fourbit)
-    kernel, reason = choose("linear", dtype, "int4" if alike else "int8")
+    sources: Sequence[int8.Stored] | None = _blocks_of_four_bits(weights) or _four_bits(weights)
+    kernel, reason = choose("linear", dtype, "int8" if sources is None else "int4")
     assert kernel is not None, reason
-    sources = fourbit if alike else [weight.plain(torch.float32) for weight in weights]
-    return int8.Int8Product(sources, biases, outliers, kernel.op, packed_linear, dtype)
+    return int8.Int8Product(sources or weights, biases, outliers, kernel.op, packed_linear, dtype)
+
+
+def unpacked_blocks(rows: Blocks) -> Tensor | None:
+    """Return rows [o, i] float32 of a GGUF file; None where no kernel unpacks its blocks."""
+    kernel, _ = choose("unpack", torch.float32)
+    return None if kernel is None else blocks.dequantize(rows)
+
+
+def _blocks_of_four_bits(weights: Sequence[QuantizedWeight]) -> list[Blocks] | None:
+    """Return weights that one product can have in four bits, in the blocks of their file; None for others."""
+    stored = [weight.blocks() for weight in weights]
+    alike = [form for form in stored if form is not None and blocks.is_four_bits(form.kind)]
+    tables = {blocks.FORMATS[form.kind].table for form in alike}
+    return alike if len(alike) == len(weights) and len(tables) == 1 else None
+
+
+def _four_bits(weights: Sequence[QuantizedWeight]) -> list[FourBit] | None:
+    """Return weights that one product can have in four bits; None for others."""
+    alike = list[FourBit]()
+    for weight in weights:
+        form = weight.fourbit()
+        if form is None or (alike and not form.like(alike[0])):
+            return None
+        alike.append(form)
+    return alike
 
 
 def quantize_missing(weight_format: str, dtype: torch.dtype = torch.float32) -> str | None:

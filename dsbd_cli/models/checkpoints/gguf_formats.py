@@ -16,7 +16,8 @@ from torch import Tensor
 
 from dsbd_cli.errors import ModelError
 from dsbd_cli.models.checkpoints.gguf import BLOCKS
-from dsbd_cli.ops.quantized_weight import GROUP, FourBit, QuantizedWeight
+from dsbd_cli.ops.quantized_weight import GROUP, Blocks, FourBit, QuantizedWeight
+from dsbd_cli.ops.select import unpacked_blocks
 
 CHUNK = 1 << 17  # numbers that are unpacked at once, so that what lies between fits a cache
 LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # of IQ4_NL and IQ4_XS
@@ -67,11 +68,20 @@ class GgufWeight(QuantizedWeight):
         self.data, self.kind, self.origin = data, kind, origin
 
     def dequantize(self, rows: Tensor | slice = slice(None)) -> Tensor:
+        values = unpacked_blocks(self.blocks().take(rows))
+        return self.dequantize_by_torch(rows) if values is None else values
+
+    def dequantize_by_torch(self, rows: Tensor | slice = slice(None)) -> Tensor:
+        """Do what `dequantize` does, by operators of torch alone."""
         data = self.data[rows]
         values = torch.empty(len(data), self.shape[1], dtype=torch.float32)
         for part, blocks in self._chunks(data):
             FORMATS[self.kind].unpack(blocks, values.view(-1, self._numbers)[part])
         return values
+
+    def blocks(self) -> Blocks:
+        data = self.data if self.data.stride(1) == 1 else self.data.contiguous()
+        return Blocks(self.kind, torch.arange(len(data)) * data.stride(0) + data.data_ptr(), self.shape[1], data)
 
     def fourbit(self) -> FourBit | None:
         layout = FORMATS[self.kind]

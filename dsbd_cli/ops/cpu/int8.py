@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -36,7 +36,7 @@ from dsbd_cli.ops.cpu.runtime import (
 )
 from dsbd_cli.ops.memory import allocate_weights
 from dsbd_cli.ops.processor import int8_tile
-from dsbd_cli.ops.quantized_weight import GROUP, FourBit
+from dsbd_cli.ops.quantized_weight import GROUP, Blocks, FourBit, QuantizedWeight
 
 LEVELS = 127
 ZERO = 128  # offset of inputs, which are unsigned: for signed ones torch takes a kernel a thousand times slower
@@ -45,6 +45,8 @@ ZERO = 128  # offset of inputs, which are unsigned: for signed ones torch takes 
 LEVEL_ROWS, PRODUCT_ROWS = 32, 128
 INPUTS = 16  # our kernels need a multiple of it, in int4 of GROUP
 SMALLEST = torch.finfo(torch.float32).tiny
+AT_ONCE = 1 << 20  # weights of a file that are dequantised at a time
+Stored = FourBit | Blocks | QuantizedWeight  # the last one is quantized anew
 
 
 class QuantizeRowArguments(ctypes.Structure):
@@ -146,13 +148,14 @@ class CompiledInt8:
 
     def __init__(
         self,
-        weights: Sequence[Tensor] | Sequence[FourBit],
+        weights: Sequence[Tensor] | Sequence[Stored],
         outliers: Tensor,
         bias: Tensor,
         linear: Linear,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """dtype: of inputs and results; None: of the weights. The other arguments are those of TorchInt8."""
+        """weights: [o, i] each, or stored ones. dtype: of inputs and results; None: of the weights. The other arguments
+        are those of TorchInt8."""
         self._outputs, self._given = sum(map(len, weights)), weights[0].shape[1]
         self._dtype, pad = dtype or weights[0].dtype, nn.functional.pad
         wider = -self._given % self.inputs_step
@@ -160,21 +163,32 @@ class CompiledInt8:
         self._outliers, self._outlier_dtype = outliers.contiguous(), torch.float32
         if self._dtype == torch.bfloat16:
             self._outlier_dtype = torch.bfloat16  # half as many bytes to read
-        outlier_weights = torch.cat([_columns(weight, outliers) for weight in weights]).to(self._outlier_dtype)
-        if self._outlier_dtype == torch.bfloat16 and len(outliers) % 2:  # one channel twice, with zeros for weights
-            self._outliers, outlier_weights = torch.cat((outliers, outliers[:1])), pad(outlier_weights, (0, 1))
         if wider:
             weights = [pad(weight, (0, wider)) for weight in weights if isinstance(weight, Tensor)]
         self._ordinary_mask = pad(_ordinary_mask(self._given, outliers), (0, wider))
-        self._quantize(weights)
+        outlier_weights = self._quantize(weights).to(self._outlier_dtype)
+        if self._outlier_dtype == torch.bfloat16 and len(outliers) % 2:  # one channel twice, with zeros for weights
+            self._outliers, outlier_weights = torch.cat((outliers, outliers[:1])), pad(outlier_weights, (0, 1))
         self._blocks = len(self.weights)
         self._bias, self._outlier_lines = pad(bias.float(), (0, more)), lines([outlier_weights])
 
-    def _quantize(self, weights: Sequence[Any]) -> None:
-        """Set the weights as lines, the scales of outputs, and what the sums of integers begin with."""
-        self.weights, self.scales, sums = _quantized_weights(weights, self._ordinary_mask)
+    def _quantize(self, weights: Sequence[Any]) -> Tensor:
+        """Set the weights as lines, the scales of outputs, and what the sums of integers begin with. Return the weights
+        of outliers, [o, k]."""
+        inputs, count = weights[0].shape[1], -(-self._outputs // COLUMNS) * COLUMNS
+        self.weights = allocate_weights(count * inputs).view(torch.int32).view(-1, inputs // 4, COLUMNS)
+        self.scales, sums = torch.empty(count), torch.empty(count, dtype=torch.int32)
+        outlier_weights, done = [], 0
+        for piece in [weights] if isinstance(weights[0], Tensor) else _pieces(weights):
+            end = done + sum(map(len, piece))
+            _quantize_weights(
+                piece, self._ordinary_mask, self.weights[done // COLUMNS :], self.scales[done:], sums[done:]
+            )
+            outlier_weights += [weight[:, self._outliers] for weight in piece]
+            done = end
         self.zero_point = 0 if int8_tile() == "signs" else ZERO
         self._offsets = sums.mul_(-self.zero_point)
+        return torch.cat(outlier_weights)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Compute the product: x [r, i] -> [r, o]."""
@@ -238,10 +252,6 @@ class CompiledInt8:
         return out if columns == self._outputs else out[:, : self._outputs]
 
 
-def _columns(weight: Tensor | FourBit, channels: Tensor) -> Tensor:
-    return weight.columns(channels) if isinstance(weight, FourBit) else weight[:, channels]
-
-
 def _ordinary_mask(inputs: int, outliers: Tensor) -> Tensor:
     """Return [i] float32, 0 for outliers and 1 for other channels."""
     kept = torch.ones(inputs)
@@ -249,21 +259,31 @@ def _ordinary_mask(inputs: int, outliers: Tensor) -> Tensor:
     return kept
 
 
-def _quantized_weights(weights: Sequence[Tensor], kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize weights [o, i]. Return the integers as lines, their scales [o] and their sums [o] int32, filled up with
+def _pieces(weights: Sequence[QuantizedWeight]) -> Iterator[list[Tensor]]:
+    """Yield the rows of stored weights in float32, a multiple of COLUMNS at a time, in pieces of one weight each."""
+    step = max(1, AT_ONCE // weights[0].shape[1] // COLUMNS) * COLUMNS
+    for first in range(0, sum(map(len, weights)), step):
+        begin, piece = 0, list[Tensor]()
+        for weight in weights:
+            rows = slice(max(first - begin, 0), max(first + step - begin, 0))
+            if range(len(weight))[rows]:
+                piece.append(weight.dequantize(rows))
+            begin += len(weight)
+        yield piece
+
+
+def _quantize_weights(weights: Sequence[Tensor], kept: Tensor, made: Tensor, scales: Tensor, sums: Tensor) -> None:
+    """Quantize weights [o, i]. Write the integers as lines, their scales [o] and their sums [o] int32, filled up with
     zeros (scales: with SMALLEST) to a multiple of COLUMNS. Each weight is read twice, row by row."""
     rows, owners = row_addresses(weights)
-    inputs, count, threads = weights[0].shape[1], len(rows), torch.get_num_threads()
-    made = allocate_weights(count * inputs).view(torch.int32).view(-1, inputs // 4, COLUMNS)
-    scales, sums = torch.empty(count), torch.empty(count, dtype=torch.int32)
+    inputs, threads, items = weights[0].shape[1], torch.get_num_threads(), len(rows) // COLUMNS
     spare = torch.empty(threads, COLUMNS * inputs, dtype=torch.uint8)
     arguments = QuantizeWeightArguments(
-        0, 0, len(made), rows.data_ptr(), inputs, weights[0].element_size() == 2, kept.data_ptr(), scales.data_ptr(),
+        0, 0, items, rows.data_ptr(), inputs, weights[0].element_size() == 2, kept.data_ptr(), scales.data_ptr(),
         sums.data_ptr(), made.data_ptr(), spare.data_ptr(), spare.stride(0),
     )  # fmt: skip
-    compiled()[2](arguments, made.numel() * 8, len(made))
+    compiled()[2](arguments, len(rows) * inputs * 2, items)
     del owners
-    return made, scales, sums
 
 
 class Int8Product:
@@ -277,7 +297,7 @@ class Int8Product:
 
     def __init__(
         self,
-        weights: Sequence[Tensor] | Sequence[FourBit],
+        weights: Sequence[Tensor] | Sequence[Stored],
         biases: Sequence[Tensor | None],
         outliers: Tensor,
         backend: type[CompiledInt8] | type[TorchInt8],

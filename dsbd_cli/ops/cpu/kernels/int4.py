@@ -20,8 +20,19 @@ from typing import Any
 from llvmlite import ir
 from numba import njit, types
 
-from dsbd_cli.ops.cpu.int4 import GROUP_BYTES, LAYOUT, MOST_LEVEL, SHRINKS
+from dsbd_cli.ops.cpu.blocks import MOST, SPARE
+from dsbd_cli.ops.cpu.int4 import GROUP_BYTES, LAYOUT, MOST_LEVEL, PACK_BLOCKS, SHRINKS
 from dsbd_cli.ops.cpu.int8 import SMALLEST
+from dsbd_cli.ops.cpu.kernels.blocks import (
+    BLOCK_OFFSETS,
+    BLOCK_SCALES,
+    BLOCK_TABLE,
+    NUMBERS,
+    SHIFT,
+    SIZE,
+    unpack_levels,
+    unpack_scales,
+)
 from dsbd_cli.ops.cpu.kernels.compiler import KernelCompiler
 from dsbd_cli.ops.cpu.kernels.int8 import (
     LEVELS,
@@ -69,7 +80,9 @@ from dsbd_cli.ops.cpu.kernels.simd import (
     divide,
     fma,
     get_f32,
+    get_i32,
     get_i64,
+    get_u8,
     halves,
     larger,
     load_f32,
@@ -80,6 +93,8 @@ from dsbd_cli.ops.cpu.kernels.simd import (
     pointer,
     prefetch,
     product,
+    put_f32,
+    put_i32,
     smaller,
     splat,
     splatted,
@@ -99,6 +114,9 @@ MOST_ROWS = 4  # of a tile
 HALVES, VECTOR_BYTES = ir.VectorType(ir.HalfType(), LANES), LANES * WORD
 HALF = ir.VectorType(I32, LANES // 2)
 BYTES, SHORTS = ir.VectorType(ir.IntType(8), 2 * LANES), ir.VectorType(ir.IntType(16), LANES)
+# `at` is the address of an int4.PackBlocksArguments, whose fields have these offsets.
+(B_TAKEN, B_THREADS, B_ITEMS, B_ROWS, B_INPUTS, B_SCALES, B_OUT, B_SPARE, B_SPARE_BYTES, B_OUTLIERS, B_OUTLIER_COUNT,
+ B_OUTLIER_WEIGHTS) = PACK_BLOCKS  # fmt: skip
 KIND = "dpbusd" if int8_tile() == "amx" else int8_tile() or "signs"
 
 
@@ -422,6 +440,25 @@ def store_levels(tile, ranges, out):
         )
 
 
+@njit(error_model="numpy")
+def store_factors(factors, groups, out, scales):
+    """Store the largest factor of each of COLUMNS outputs, and over it their scales and offsets in float16.
+
+    factors: [groups, 2, COLUMNS] float32. out: the groups.
+    """
+    for strip in range(0, LINE, VECTOR_BYTES):
+        most = splat(types.float32(SMALLEST))
+        for group in range(groups):
+            of_group = factors + group * 2 * LINE + strip
+            offset = mul(magnitude(load_f32(of_group + LINE)), splat(types.float32(1 / MOST_LEVEL)))
+            most = larger(magnitude(load_f32(of_group)), larger(offset, most))
+        store_f32(scales + strip, most)
+        for group in range(groups):
+            of_group, to = factors + group * 2 * LINE + strip, out + group * GROUP_BYTES + strip // 2
+            store_f16(to + SCALES_AT, divide(load_f32(of_group), most))
+            store_f16(to + OFFSETS_AT, divide(load_f32(of_group + LINE), most))
+
+
 @compiled.addressed
 def quantize_weights(at):
     """Quantize weights, a block of COLUMNS rows at a time, and pack them as groups."""
@@ -439,16 +476,75 @@ def quantize_weights(at):
         pack_lines(get_i64(at + W_ROWS) + block * COLUMNS * 8, steps, lines)
         out, scales = get_i64(at + W_OUT) + block * groups * GROUP_BYTES, get_i64(at + W_SCALES) + block * LINE
         for strip in range(0, LINE, VECTOR_BYTES):
-            most = splat(types.float32(SMALLEST))
             for group in range(groups):
-                of_group = factors + group * 2 * LINE + strip
                 load_tile(lines + strip, group, narrow, kept, tile)
-                fit(tile, of_group, ranges)
+                fit(tile, factors + group * 2 * LINE + strip, ranges)
                 store_levels(tile, ranges, out + group * GROUP_BYTES + strip)
-                offset = mul(magnitude(load_f32(of_group + LINE)), splat(types.float32(1 / MOST_LEVEL)))
-                most = larger(magnitude(load_f32(of_group)), larger(offset, most))
-            store_f32(scales + strip, most)
-            for group in range(groups):
-                of_group, to = factors + group * 2 * LINE + strip, out + group * GROUP_BYTES + strip // 2
-                store_f16(to + SCALES_AT, divide(load_f32(of_group), most))
-                store_f16(to + OFFSETS_AT, divide(load_f32(of_group + LINE), most))
+        store_factors(factors, groups, out, scales)
+
+
+@njit(error_model="numpy")
+def pack_levels(block, form, first, column, spare, factors, out):
+    """Pack a block of a row, whose numbers begin with input `first`. Its levels stay at `spare`."""
+    unpack_levels(block, form, spare)
+    unpack_scales(block, form, spare + BLOCK_SCALES, spare + BLOCK_OFFSETS)
+    numbers, shift, factors = get_i64(form + NUMBERS), types.float32(get_i64(form + SHIFT)), factors + column * WORD
+    for k in range(0, numbers, 8):
+        word = get_i32(spare + k) | (get_i32(spare + k + WORD) << 4)
+        put_i32(out + (first + k) // GROUP * GROUP_BYTES + (first + k) % GROUP // 8 * LINE + column * WORD, word)
+    for k in range(numbers // GROUP):
+        at = factors + (first // GROUP + k) * 2 * LINE
+        scale, offset = get_f32(spare + BLOCK_SCALES + k * WORD), get_f32(spare + BLOCK_OFFSETS + k * WORD)
+        put_f32(at, scale)
+        put_f32(at + LINE, scale * -shift if shift else offset)
+
+
+@njit(error_model="numpy")
+def clear_column(column, groups, factors, out):
+    """Write zeros, where there are no outputs any more."""
+    for group in range(groups):
+        for line in range(LINES):
+            put_i32(out + group * GROUP_BYTES + line * LINE + column * WORD, 0)
+        for line in range(2):
+            put_f32(factors + (2 * group + line) * LINE + column * WORD, types.float32(0))
+
+
+@compiled.addressed
+def pack_blocks(at):
+    """Pack rows of blocks of GGUF files, COLUMNS rows at a time, as groups, and write the weights of outliers."""
+    inputs, count, outliers = get_i64(at + B_INPUTS), get_i64(at + B_OUTLIER_COUNT), get_i64(at + B_OUTLIERS)
+    groups = inputs // GROUP
+    spare = get_i64(at + B_SPARE) + take(at + B_THREADS) * get_i64(at + B_SPARE_BYTES)
+    factors = spare + SPARE
+    while True:
+        item = take(at + B_TAKEN)
+        if item >= get_i64(at + B_ITEMS):
+            return
+        out, scales = get_i64(at + B_OUT) + item * groups * GROUP_BYTES, get_i64(at + B_SCALES) + item * LINE
+        done = taken = types.int64(0)
+        while done < inputs:  # some inputs of all rows at a time, whose groups the first cache holds
+            end, passed = min(done + MOST, inputs), taken
+            for column in range(COLUMNS):
+                row = item * COLUMNS + column
+                address, form = get_i64(get_i64(at + B_ROWS) + row * 16), get_i64(get_i64(at + B_ROWS) + row * 16 + 8)
+                if address == 0:
+                    if done == 0:
+                        clear_column(column, groups, factors, out)
+                    continue
+                passed = taken
+                block = address + done // get_i64(form + NUMBERS) * get_i64(form + SIZE)
+                for first in range(done, end, get_i64(form + NUMBERS)):
+                    pack_levels(block, form, first, column, spare, factors, out)
+                    block += get_i64(form + SIZE)
+                    last = first + get_i64(form + NUMBERS)
+                    while passed < count and get_i64(outliers + passed * 8) < last:
+                        number = get_i64(outliers + passed * 8)
+                        level = get_u8(spare + number - first)
+                        if get_i64(form + BLOCK_TABLE):
+                            level = get_u8(get_i64(form + BLOCK_TABLE) + level)
+                        factor = factors + number // GROUP * 2 * LINE + column * WORD
+                        value = get_f32(factor) * types.float32(level) + get_f32(factor + LINE)
+                        put_f32(get_i64(at + B_OUTLIER_WEIGHTS) + (row * count + passed) * WORD, value)
+                        passed += 1
+            done, taken = end, passed
+        store_factors(factors, groups, out, scales)
