@@ -294,37 +294,34 @@ def stored_linear(
     weights: [o, i] of each layer. biases: [o] or None of each layer. dtype: of inputs and results. Raises ModelError
     where scales are NaN or infinite.
     """
-    for weight in weights:
-        weight.check()
-    sources: Sequence[int8.Stored] | None = _blocks_of_four_bits(weights) or _four_bits(weights)
-    kernel, reason = choose("linear", dtype, "int8" if sources is None else "int4")
+    sources, four_bits = _sources(weights)
+    kernel, reason = choose("linear", dtype, "int4" if four_bits else "int8")
     assert kernel is not None, reason
-    return int8.Int8Product(sources or weights, biases, outliers, kernel.op, packed_linear, dtype)
+    product = int8.Int8Product(sources, biases, outliers, kernel.op, packed_linear, dtype)
+    if not bool(product.backend.scales.isfinite().all()):
+        for weight in weights:
+            weight.check()
+    return product
+
+
+def _sources(weights: Sequence[QuantizedWeight]) -> tuple[Sequence[int8.Stored], bool]:
+    """Return what a product of several weights is packed from, and whether that has four bits in all of them."""
+    stored = [form for form in (weight.blocks() for weight in weights) if form is not None]
+    if len(stored) == len(weights):
+        return stored, blocks.are_four_bits([form.kind for form in stored])
+    levels = list[FourBit]()
+    for weight in weights:
+        form = weight.fourbit()
+        if form is None or (levels and not form.like(levels[0])):
+            return weights, False
+        levels.append(form)
+    return levels, True
 
 
 def unpacked_blocks(rows: Blocks) -> Tensor | None:
     """Return rows [o, i] float32 of a GGUF file; None where no kernel unpacks its blocks."""
     kernel, _ = choose("unpack", torch.float32)
     return None if kernel is None else blocks.dequantize(rows)
-
-
-def _blocks_of_four_bits(weights: Sequence[QuantizedWeight]) -> list[Blocks] | None:
-    """Return weights that one product can have in four bits, in the blocks of their file; None for others."""
-    stored = [weight.blocks() for weight in weights]
-    alike = [form for form in stored if form is not None and blocks.is_four_bits(form.kind)]
-    tables = {blocks.FORMATS[form.kind].table for form in alike}
-    return alike if len(alike) == len(weights) and len(tables) == 1 else None
-
-
-def _four_bits(weights: Sequence[QuantizedWeight]) -> list[FourBit] | None:
-    """Return weights that one product can have in four bits; None for others."""
-    alike = list[FourBit]()
-    for weight in weights:
-        form = weight.fourbit()
-        if form is None or (alike and not form.like(alike[0])):
-            return None
-        alike.append(form)
-    return alike
 
 
 def quantize_missing(weight_format: str, dtype: torch.dtype = torch.float32) -> str | None:

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from dsbd_cli.errors import ModelError
 from dsbd_cli.models.checkpoints.gguf import BLOCKS
+from dsbd_cli.ops.cpu.blocks import LARGEST_E8M0
 from dsbd_cli.ops.quantized_weight import GROUP, Blocks, FourBit, QuantizedWeight
 from dsbd_cli.ops.select import unpacked_blocks
 
 CHUNK = 1 << 17  # numbers that are unpacked at once, so that what lies between fits a cache
 LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # of IQ4_NL and IQ4_XS
 DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the values of E2M1
-LARGEST_E8M0 = 251  # 24 times half of the next power is infinite in float32; the last one means NaN
 
 _IQ4 = torch.tensor(LEVELS, dtype=torch.float32)
 _IQ4_TABLE = torch.tensor([level + 128 for level in LEVELS], dtype=torch.uint8)

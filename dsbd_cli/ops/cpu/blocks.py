@@ -20,6 +20,7 @@ from dsbd_cli.ops.quantized_weight import GROUP, Blocks
 
 MOST = 256  # numbers of a block
 ROWS = 16  # that a thread unpacks at a time
+LARGEST_E8M0 = 251  # 24 times half of the next power is infinite in float32; the last one means NaN
 
 
 class Bits(NamedTuple):
@@ -95,14 +96,16 @@ class UnpackArguments(ctypes.Structure):
 
 
 FIELDS, UNPACK = offsets(FormatFields), offsets(UnpackArguments)
-LAYOUT = layout(FormatFields, UnpackArguments, constants=(SCALES, MOST))
+LAYOUT = layout(FormatFields, UnpackArguments, constants=(SCALES, MOST, LARGEST_E8M0))
 SPARE = MOST + 2 * MOST // 16 * 4  # bytes: levels of a block, scales and offsets of its groups
 
 
-def is_four_bits(kind: str) -> bool:
-    """Return whether a format has levels of four bits, and scales for GROUP numbers or more."""
-    form = FORMATS[kind]
-    return [part.bits for part in form.levels] == [4] and form.numbers // form.groups == GROUP
+def are_four_bits(kinds: Sequence[str]) -> bool:
+    """Return whether one product can have weights in these formats in four bits: all have levels of four bits, scales
+    of GROUP numbers, and the same table."""
+    forms = [FORMATS[kind] for kind in kinds]
+    fit = all([part.bits for part in form.levels] == [4] and form.numbers // form.groups == GROUP for form in forms)
+    return fit and len({form.table for form in forms}) == 1
 
 
 @functools.cache

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from dsbd_cli.ops import recording
+from dsbd_cli.ops.cpu import blocks
 from dsbd_cli.ops.cpu.linear import COLUMNS, PackedProduct, Parts, joined_bias, lines, row_addresses
 from dsbd_cli.ops.cpu.runtime import (
     PRODUCT,
@@ -45,8 +46,8 @@ ZERO = 128  # offset of inputs, which are unsigned: for signed ones torch takes 
 LEVEL_ROWS, PRODUCT_ROWS = 32, 128
 INPUTS = 16  # our kernels need a multiple of it, in int4 of GROUP
 SMALLEST = torch.finfo(torch.float32).tiny
-AT_ONCE = 1 << 20  # weights of a file that are dequantised at a time
-Stored = FourBit | Blocks | QuantizedWeight  # the last one is quantized anew
+AT_ONCE = 1 << 22  # weights of a file that are dequantised at a time
+Stored = FourBit | Blocks | QuantizedWeight  # as files have weights
 
 
 class QuantizeRowArguments(ctypes.Structure):
@@ -72,17 +73,19 @@ class Int8Arguments(ctypes.Structure):
 
 class QuantizeWeightArguments(ctypes.Structure):
     """Arguments of the kernel that quantizes weights: sizes and addresses. rows: the address of an array of row
-    addresses, in int8 0 for rows of zeros. spare: memory of the threads, `spare_bytes` of each."""
+    addresses, in int8 0 for rows of zeros. spare: memory of the threads, `spare_bytes` of each. forms: in int8 the
+    address of an array of the rows' formats (see blocks.row_addresses); 0: rows are floats. outlier_weights: of rows in
+    such formats, to be written."""
 
     _fields_ = fields(
         "taken", "threads", "items", "rows", "inputs", "narrow", "kept", "scales", "sums", "out", "spare",
-        "spare_bytes",
+        "spare_bytes", "forms", "outliers", "outlier_count", "outlier_weights",
     )  # fmt: skip
 
 
 _ARGUMENTS = QuantizeRowArguments, Int8Arguments, QuantizeWeightArguments
 QUANTIZE_ROWS, MULTIPLY, QUANTIZE_WEIGHTS = map(offsets, _ARGUMENTS)
-LAYOUT = layout(*_ARGUMENTS, constants=(LEVELS, ZERO, GROUP))
+LAYOUT = layout(*_ARGUMENTS, constants=(LEVELS, ZERO, GROUP, blocks.LAYOUT))
 Linear = Callable[[Sequence[Tensor], Sequence[Tensor | None]], PackedProduct | None]
 
 
@@ -178,14 +181,20 @@ class CompiledInt8:
         inputs, count = weights[0].shape[1], -(-self._outputs // COLUMNS) * COLUMNS
         self.weights = allocate_weights(count * inputs).view(torch.int32).view(-1, inputs // 4, COLUMNS)
         self.scales, sums = torch.empty(count), torch.empty(count, dtype=torch.int32)
-        outlier_weights, done = [], 0
-        for piece in [weights] if isinstance(weights[0], Tensor) else _pieces(weights):
-            end = done + sum(map(len, piece))
-            _quantize_weights(
-                piece, self._ordinary_mask, self.weights[done // COLUMNS :], self.scales[done:], sums[done:]
+        if isinstance(weights[0], Blocks):
+            outlier_weights = [torch.empty(self._outputs, len(self._outliers))]
+            rows, forms = (
+                nn.functional.pad(blocks.row_addresses(weights), (0, 0, 0, count - self._outputs)).t().contiguous()
             )
-            outlier_weights += [weight[:, self._outliers] for weight in piece]
-            done = end
+            self._quantize_rows(rows, 4, 0, sums, forms, outlier_weights[0])
+        else:
+            outlier_weights, done = [], 0
+            for piece in [weights] if isinstance(weights[0], Tensor) else _pieces(weights):
+                rows, owners = row_addresses(piece)
+                self._quantize_rows(rows, piece[0].element_size(), done, sums)
+                outlier_weights += [weight[:, self._outliers] for weight in piece]
+                done += len(rows)
+                del owners
         self.zero_point = 0 if int8_tile() == "signs" else ZERO
         self._offsets = sums.mul_(-self.zero_point)
         return torch.cat(outlier_weights)
@@ -193,6 +202,26 @@ class CompiledInt8:
     def __call__(self, x: Tensor) -> Tensor:
         """Compute the product: x [r, i] -> [r, o]."""
         return self.multiply(*self.levels(x))
+
+    def _quantize_rows(
+        self, rows: Tensor, unit: int, first: int, sums: Tensor, forms: Tensor | None = None, of: Tensor | None = None
+    ) -> None:
+        """Quantize the rows at the addresses `rows` [o] int64, whose first one is output `first`, and write their sums.
+        Each is read twice.
+
+        unit: bytes of a number. forms: [o] int64, formats of rows in blocks; None: rows are floats. of: [o, k], the
+        weights of outliers of rows in blocks, to be written.
+        """
+        inputs, items = self._inputs, len(rows) // COLUMNS
+        size = COLUMNS * inputs + (0 if forms is None else blocks.SPARE + inputs * 4)
+        spare = torch.empty(torch.get_num_threads(), size, dtype=torch.uint8)
+        arguments = QuantizeWeightArguments(
+            0, 0, items, rows.data_ptr(), inputs, unit == 2, self._ordinary_mask.data_ptr(),
+            self.scales[first:].data_ptr(), sums[first:].data_ptr(), self.weights[first // COLUMNS :].data_ptr(),
+            spare.data_ptr(), size, 0 if forms is None else forms.data_ptr(), self._outliers.data_ptr(),
+            len(self._outliers), 0 if of is None else of.data_ptr(),
+        )  # fmt: skip
+        compiled()[2](arguments, len(rows) * inputs * 2, items)
 
     def levels(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self._levels(x, None)
@@ -270,20 +299,6 @@ def _pieces(weights: Sequence[QuantizedWeight]) -> Iterator[list[Tensor]]:
                 piece.append(weight.dequantize(rows))
             begin += len(weight)
         yield piece
-
-
-def _quantize_weights(weights: Sequence[Tensor], kept: Tensor, made: Tensor, scales: Tensor, sums: Tensor) -> None:
-    """Quantize weights [o, i]. Write the integers as lines, their scales [o] and their sums [o] int32, filled up with
-    zeros (scales: with SMALLEST) to a multiple of COLUMNS. Each weight is read twice, row by row."""
-    rows, owners = row_addresses(weights)
-    inputs, threads, items = weights[0].shape[1], torch.get_num_threads(), len(rows) // COLUMNS
-    spare = torch.empty(threads, COLUMNS * inputs, dtype=torch.uint8)
-    arguments = QuantizeWeightArguments(
-        0, 0, items, rows.data_ptr(), inputs, weights[0].element_size() == 2, kept.data_ptr(), scales.data_ptr(),
-        sums.data_ptr(), made.data_ptr(), spare.data_ptr(), spare.stride(0),
-    )  # fmt: skip
-    compiled()[2](arguments, len(rows) * inputs * 2, items)
-    del owners
 
 
 class Int8Product:

@@ -10,7 +10,7 @@ from typing import Any
 from llvmlite import ir
 from numba import njit, types
 
-from dsbd_cli.ops.cpu.blocks import FIELDS, LAYOUT, MOST, SCALES, UNPACK
+from dsbd_cli.ops.cpu.blocks import FIELDS, LARGEST_E8M0, LAYOUT, MOST, SCALES, UNPACK
 from dsbd_cli.ops.cpu.kernels.compiler import KernelCompiler
 from dsbd_cli.ops.cpu.kernels.simd import (
     F32,
@@ -124,7 +124,7 @@ def unpack_scales(block, form, scales, offsets):
     """Write scales and offsets of the groups of a block, float32."""
     kind, zero = get_i64(form + KIND), types.float32(0)
     for k in range(get_i64(form + GROUPS)):
-        scale = offset = zero
+        scale, offset = zero, -zero  # which changes no sum
         if kind == HALF:
             scale = get_f16(block)
         elif kind == HALVES:
@@ -148,9 +148,10 @@ def unpack_scales(block, form, scales, offsets):
             scale = get_f16(block) * types.float32((low | (high << 4)) - 32)
         put_f32(scales + k * WORD, scale)
         put_f32(offsets + k * WORD, offset)
-    if kind == E8M0:  # 2 to the power of the byte - 128, whose smallest two are subnormal
+    if kind == E8M0:  # 2 to the power of the byte - 128, whose smallest two are subnormal, and the largest are NaN
         power = get_u8(block)
-        put_i32(scales, (power - 1) << 23 if power > 1 else types.int64(0x200000) << power)
+        bits = (power - 1) << 23 if power > 1 else types.int64(0x200000) << power
+        put_i32(scales, bits if power <= LARGEST_E8M0 else types.int64(0x7FC00000))
 
 
 @njit(error_model="numpy")

@@ -447,11 +447,14 @@ def store_factors(factors, groups, out, scales):
     factors: [groups, 2, COLUMNS] float32. out: the groups.
     """
     for strip in range(0, LINE, VECTOR_BYTES):
-        most = splat(types.float32(SMALLEST))
+        most, nan_sum = splat(types.float32(SMALLEST)), splat(types.float32(0))
         for group in range(groups):
             of_group = factors + group * 2 * LINE + strip
-            offset = mul(magnitude(load_f32(of_group + LINE)), splat(types.float32(1 / MOST_LEVEL)))
-            most = larger(magnitude(load_f32(of_group)), larger(offset, most))
+            scale, offset = load_f32(of_group), load_f32(of_group + LINE)
+            nan_sum = fma(add(scale, offset), splat(types.float32(0)), nan_sum)
+            least = mul(magnitude(offset), splat(types.float32(1 / MOST_LEVEL)))
+            most = larger(magnitude(scale), larger(least, most))
+        most = add(most, nan_sum)  # NaN if a number is NaN or infinite
         store_f32(scales + strip, most)
         for group in range(groups):
             of_group, to = factors + group * 2 * LINE + strip, out + group * GROUP_BYTES + strip // 2
