@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -79,9 +80,13 @@ class GgufWeight(QuantizedWeight):
             FORMATS[self.kind].unpack(blocks, values.view(-1, self._numbers)[part])
         return values
 
-    def blocks(self) -> Blocks:
+    @cached_property
+    def _blocks(self) -> Blocks:
         data = self.data if self.data.stride(1) == 1 else self.data.contiguous()
         return Blocks(self.kind, torch.arange(len(data)) * data.stride(0) + data.data_ptr(), self.shape[1], data)
+
+    def blocks(self) -> Blocks:
+        return self._blocks
 
     def fourbit(self) -> FourBit | None:
         layout = FORMATS[self.kind]

@@ -56,7 +56,7 @@ class CompiledInt4(int8.CompiledInt8):
 
     def __init__(
         self,
-        weights: Sequence[Tensor] | Sequence[FourBit] | Sequence[Blocks],
+        weights: Sequence[Any],
         outliers: Tensor,
         bias: Tensor,
         linear: int8.Linear,

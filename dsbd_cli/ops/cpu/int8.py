@@ -151,13 +151,13 @@ class CompiledInt8:
 
     def __init__(
         self,
-        weights: Sequence[Tensor] | Sequence[Stored],
+        weights: Sequence[Any],
         outliers: Tensor,
         bias: Tensor,
         linear: Linear,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """weights: [o, i] each, or stored ones. dtype: of inputs and results; None: of the weights. The other arguments
+        """weights: [o, i] each, or Stored. dtype: of inputs and results; None: of the weights. The other arguments
         are those of TorchInt8."""
         self._outputs, self._given = sum(map(len, weights)), weights[0].shape[1]
         self._dtype, pad = dtype or weights[0].dtype, nn.functional.pad
@@ -312,14 +312,14 @@ class Int8Product:
 
     def __init__(
         self,
-        weights: Sequence[Tensor] | Sequence[Stored],
+        weights: Sequence[Any],
         biases: Sequence[Tensor | None],
         outliers: Tensor,
         backend: type[CompiledInt8] | type[TorchInt8],
         linear: Linear,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """weights: [o, i] of each layer, of one dtype. biases: [o] or None of each. outliers: [k], ascending.
+        """weights: [o, i] of each layer, of one dtype, or Stored. biases: [o] or None of each. outliers: [k], ascending.
         backend: computes the product. linear: packs weights that are not quantized, or returns None. dtype: of inputs
         and results, where it is not that of the weights; CompiledInt8 alone takes it."""
         self.parts = [len(weight) for weight in weights]

@@ -16,7 +16,7 @@ from llvmlite import ir
 from numba import njit, types
 
 from dsbd_cli.ops.cpu.blocks import SPARE
-from dsbd_cli.ops.cpu.int8 import GROUP, LAYOUT, MULTIPLY, QUANTIZE_ROWS, QUANTIZE_WEIGHTS, SMALLEST, ZERO
+from dsbd_cli.ops.cpu.int8 import LAYOUT, MULTIPLY, QUANTIZE_ROWS, QUANTIZE_WEIGHTS, SMALLEST, ZERO
 from dsbd_cli.ops.cpu.int8 import LEVELS as MOST
 from dsbd_cli.ops.cpu.kernels.amx import matrix_tile
 from dsbd_cli.ops.cpu.kernels.blocks import unpack_row
@@ -64,6 +64,7 @@ from dsbd_cli.ops.cpu.kernels.simd import (
 )
 from dsbd_cli.ops.cpu.runtime import PRODUCT
 from dsbd_cli.ops.processor import int8_tile
+from dsbd_cli.ops.quantized_weight import GROUP
 
 compiled = KernelCompiler("int8 layers", seconds=3, layout=LAYOUT)
 
