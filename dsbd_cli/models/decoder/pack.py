@@ -75,9 +75,10 @@ def pack_as_stored(decoder: Decoder, calibrate: Callable[[], object], least: int
     """Pack the products of a quantised file, in place, each as soon as `calibrate` has shown its inputs. Return the
     channels [k] of each that are not quantized, by name.
 
-    The tokens run through products that are packed already, so no weight is dequantised for them.
+    The tokens run through products that are packed already, so no weight is dequantised for them. Their logits are
+    zeros, which nothing reads.
     """
-    turns = [(full, owner, name, _PackedInTurn(getattr(owner, name), decoder.weights.dtype))
+    turns = [(full, owner, name, _PackedInTurn(getattr(owner, name), decoder.weights.dtype, name == "lm_head"))
              for full, owner, name in decoder.plain_products() if _is_stored(getattr(owner, name), least)]  # fmt: skip
     for _, owner, name, turn in turns:
         setattr(owner, name, turn)
@@ -96,12 +97,16 @@ def _is_stored(linear: PlainLinear, least: int) -> bool:
 
 
 class _PackedInTurn:
-    """A product of a quantised file that is packed when its first inputs come."""
+    """A product of a quantised file that is packed when its first inputs come.
+
+    last: its results are zeros.
+    """
 
     product: Any = None
 
-    def __init__(self, inner: PlainLinear, dtype: torch.dtype) -> None:
-        self._inner, self._dtype, self.outliers = inner, dtype, torch.empty(0, dtype=torch.int64)
+    def __init__(self, inner: PlainLinear, dtype: torch.dtype, last: bool) -> None:
+        self._inner, self._dtype, self._last = inner, dtype, last
+        self.outliers = torch.empty(0, dtype=torch.int64)
         self.parts, self.weights, self.compiled = inner.parts, inner.weights, False
 
     def compute(self, x: Tensor) -> Tensor:
@@ -109,7 +114,9 @@ class _PackedInTurn:
         if self.product is None:
             self.outliers = outlier_channels(x.reshape(-1, x.shape[-1]).abs().amax(0).float())
             self.product = stored_linear(self._inner.weights, self._inner.biases, self.outliers, self._dtype)
-        result: Tensor = self.product.compute(x)
+        result: Tensor = (
+            x.new_zeros(1).expand(*x.shape[:-1], sum(self.parts)) if self._last else self.product.compute(x)
+        )
         return result
 
 

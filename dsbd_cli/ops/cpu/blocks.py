@@ -121,9 +121,8 @@ def _fields(kind: str) -> FormatFields:
     form, numbers = FORMATS[kind], table(kind)
     first, second = (*form.levels, Bits(0, 0, 0))[:2]
     address = 0 if numbers is None else numbers.data_ptr()
-    start = int.from_bytes(bytes([form.start] * 8), "little", signed=True)
     scales = SCALES.index(form.scales)
-    return FormatFields(form.numbers, form.size, scales, form.groups, form.shift, start, address, *first, *second)
+    return FormatFields(form.numbers, form.size, scales, form.groups, form.shift, form.start, address, *first, *second)
 
 
 def row_addresses(weights: Sequence[Blocks]) -> Tensor:

@@ -319,7 +319,8 @@ class Int8Product:
         linear: Linear,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """weights: [o, i] of each layer, of one dtype, or Stored. biases: [o] or None of each. outliers: [k], ascending.
+        """weights: [o, i] of each layer, of one dtype, or Stored. biases: [o] or None of each. outliers: [k],
+        ascending.
         backend: computes the product. linear: packs weights that are not quantized, or returns None. dtype: of inputs
         and results, where it is not that of the weights; CompiledInt8 alone takes it."""
         self.parts = [len(weight) for weight in weights]

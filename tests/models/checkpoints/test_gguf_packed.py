@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,9 +34,8 @@ def bits(values: Tensor) -> Tensor:
     return values.view(torch.int32)
 
 
-def packed(kind: type[CompiledInt8], weights: Sequence[object], outliers: Tensor, dtype: torch.dtype) -> CompiledInt8:
-    outputs = sum(len(part) for part in weights)  # type: ignore[arg-type]
-    return kind(weights, outliers, torch.zeros(outputs), packed_linear, dtype)
+def packed(kind: type[CompiledInt8], weights: Sequence[Any], outliers: Tensor, dtype: torch.dtype) -> CompiledInt8:
+    return kind(weights, outliers, torch.zeros(sum(map(len, weights))), packed_linear, dtype)
 
 
 def assert_same(ours: CompiledInt8, theirs: CompiledInt8) -> None:

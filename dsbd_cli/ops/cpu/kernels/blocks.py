@@ -32,7 +32,6 @@ from dsbd_cli.ops.cpu.kernels.simd import (
     pointer,
     put_f32,
     put_i32,
-    put_i64,
     splat,
     store_f32,
     sub,
@@ -72,6 +71,14 @@ def add_bits(builder: Any, source: Any, shift: Any, mask: Any, to: Any, target: 
     builder.store(added, pointer(builder, target, QUAD), align=1)
 
 
+@operation(types.void, types.int64, types.int64)
+def clear_bytes(builder: Any, address: Any, value: Any) -> Any:
+    """Store a byte LANES times."""
+    vector = builder.insert_element(ir.Constant(BYTES, ir.Undefined), builder.trunc(value, I8), ir.Constant(I32, 0))
+    repeated = builder.shuffle_vector(vector, vector, ir.Constant(ir.VectorType(I32, LANES), [0] * LANES))
+    builder.store(repeated, pointer(builder, address, BYTES), align=1)
+
+
 @operation(LANES_TYPE, types.int64)
 def load_bytes(builder: Any, address: Any) -> Any:
     """Load LANES bytes 0 .. 255 as float32."""
@@ -99,8 +106,8 @@ def add_part(source, bits, span, to, levels, numbers):
 def unpack_levels(block, form, levels):
     """Write the levels of a block as bytes."""
     numbers = get_i64(form + NUMBERS)
-    for k in range(0, numbers, 8):
-        put_i64(levels + k, get_i64(form + START))
+    for k in range(0, numbers, LANES):
+        clear_bytes(levels + k, get_i64(form + START))
     for part in (form, form + SECOND - PART_AT):
         if get_i64(part + PART_BITS):
             source = block + get_i64(part + PART_AT)
@@ -110,28 +117,31 @@ def unpack_levels(block, form, levels):
 
 
 @njit(error_model="numpy")
-def six_bits(block, number):
-    """Return scale and offset number 0 .. 7 of Q4_K and Q5_K, in units of those of the block."""
-    at = block + 4 + number % 4
-    first, second, third = get_u8(at), get_u8(at + 4), get_u8(at + 8)
-    if number < 4:
-        return first & 63, second & 63
-    return (third & 15) | ((first >> 2) & 48), (third >> 4) | ((second >> 2) & 48)
+def six_bits(block, scales, offsets):
+    """Write the eight scales and offsets of Q4_K and Q5_K. Numbers behind both are overwritten."""
+    first, second, third = get_i32(block + 4), get_i32(block + 8), get_i32(block + 12)
+    put_i32(scales, first & 0x3F3F3F3F)
+    put_i32(scales + WORD, (third & 0x0F0F0F0F) | ((first >> 2) & 0x30303030))
+    put_i32(scales + 2 * WORD, second & 0x3F3F3F3F)
+    put_i32(scales + 3 * WORD, ((third >> 4) & 0x0F0F0F0F) | ((second >> 2) & 0x30303030))
+    units = load_bytes(scales)  # eight of the scales, and then eight of the offsets
+    store_f32(offsets - 8 * WORD, mul(units, splat(-get_f16(block + 2))))
+    store_f32(scales, mul(units, splat(get_f16(block))))
 
 
 @njit(error_model="numpy")
 def unpack_scales(block, form, scales, offsets):
     """Write scales and offsets of the groups of a block, float32."""
     kind, zero = get_i64(form + KIND), types.float32(0)
+    if kind == SIX_BITS:
+        six_bits(block, scales, offsets)
+        return
     for k in range(get_i64(form + GROUPS)):
         scale, offset = zero, -zero  # which changes no sum
         if kind == HALF:
             scale = get_f16(block)
         elif kind == HALVES:
             scale, offset = get_f16(block), get_f16(block + 2)
-        elif kind == SIX_BITS:
-            units, least = six_bits(block, k)
-            scale, offset = get_f16(block) * types.float32(units), -(get_f16(block + 2) * types.float32(least))
         elif kind == Q6_K:
             scale = get_f16(block + 208) * types.float32((get_u8(block + 192 + k) ^ 128) - 128)
         elif kind == Q2_K:

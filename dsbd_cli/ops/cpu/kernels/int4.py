@@ -80,7 +80,6 @@ from dsbd_cli.ops.cpu.kernels.simd import (
     divide,
     fma,
     get_f32,
-    get_i32,
     get_i64,
     get_u8,
     halves,
@@ -486,17 +485,27 @@ def quantize_weights(at):
         store_factors(factors, groups, out, scales)
 
 
+@operation(types.void, types.int64, types.int64)
+def store_group(builder: Any, levels: Any, out: Any) -> None:
+    """Store the levels of a group of one output, bytes, as a word in each line."""
+    whole = loaded(builder, levels, HALF, 1)
+    sides = [builder.shuffle_vector(whole, whole, ir.Constant(ir.VectorType(I32, LINES), [*range(side, GROUP // 4, 2)]))
+             for side in range(2)]  # fmt: skip
+    words = builder.or_(sides[0], builder.shl(sides[1], ir.Constant(sides[1].type, [4] * LINES)))
+    for line in range(LINES):
+        word = builder.extract_element(words, ir.Constant(I32, line))
+        builder.store(word, pointer(builder, _plus(builder, out, line * LINE), I32), align=WORD)
+
+
 @njit(error_model="numpy")
 def pack_levels(block, form, first, column, spare, factors, out):
     """Pack a block of a row, whose numbers begin with input `first`. Its levels stay at `spare`."""
     unpack_levels(block, form, spare)
     unpack_scales(block, form, spare + BLOCK_SCALES, spare + BLOCK_OFFSETS)
-    numbers, shift, factors = get_i64(form + NUMBERS), types.float32(get_i64(form + SHIFT)), factors + column * WORD
-    for k in range(0, numbers, 8):
-        word = get_i32(spare + k) | (get_i32(spare + k + WORD) << 4)
-        put_i32(out + (first + k) // GROUP * GROUP_BYTES + (first + k) % GROUP // 8 * LINE + column * WORD, word)
-    for k in range(numbers // GROUP):
-        at = factors + (first // GROUP + k) * 2 * LINE
+    shift, group = types.float32(get_i64(form + SHIFT)), first // GROUP
+    for k in range(get_i64(form + NUMBERS) // GROUP):
+        store_group(spare + k * GROUP, out + (group + k) * GROUP_BYTES + column * WORD)
+        at = factors + (group + k) * 2 * LINE + column * WORD
         scale, offset = get_f32(spare + BLOCK_SCALES + k * WORD), get_f32(spare + BLOCK_OFFSETS + k * WORD)
         put_f32(at, scale)
         put_f32(at + LINE, scale * -shift if shift else offset)
