@@ -243,10 +243,12 @@ def _packed_bytes(checkpoint: Checkpoint) -> int:
         return 0
     if spec.device_map is not None or spec.tensor_parallel > 1:
         return 0
+    if checkpoint.gguf is not None:
+        return checkpoint.gguf.packed_bytes if spec.quantize is None and current() >= Processor.AVX2 else 0
     try:
         config = json.loads((checkpoint.path / "config.json").read_bytes())
         halves = config.get("dtype", config.get("torch_dtype")) in ("bfloat16", "float16")
-    except (OSError, ValueError, AttributeError, RecursionError):  # a GGUF file, or what the load will report
+    except (OSError, ValueError, AttributeError, RecursionError):  # what the load will report
         return 0
     if spec.quantizes:
         return size // (2 if spec.quantize == "int8" else 4) if current() >= Processor.AVX2 else 0

@@ -16,6 +16,7 @@ from torch import Tensor
 from dsbd_cli.ops import reference
 from dsbd_cli.ops.cpu import (
     attention,
+    blocks,
     candidates,
     int4,
     int8,
@@ -30,7 +31,7 @@ from dsbd_cli.ops.cpu import (
 from dsbd_cli.ops.cpu.runtime import FLOATS, compile_beside, may_use_matrix_units, team, unloadable
 from dsbd_cli.ops.interface import Backend, Linear, OpChoice, Ops, RowsLinear
 from dsbd_cli.ops.processor import ON_ARM, Processor, current
-from dsbd_cli.ops.quantized_weight import QuantizedWeight
+from dsbd_cli.ops.quantized_weight import Blocks, FourBit, QuantizedWeight
 from dsbd_cli.ops.triton import available
 from dsbd_cli.ops.triton.trial import faults
 
@@ -211,6 +212,7 @@ TABLE = (
     Kernel("draft", _draft, iteration.compiled, _ITERATIONS),
     Kernel("verify", _verify, iteration.compiled, _ITERATIONS),
     Kernel("commit", _commit, iteration.compiled, _ITERATIONS),
+    Kernel("unpack", blocks, blocks.compiled, "torch unpacks the blocks of GGUF files", needs=(_X86, _TEAM)),
     Kernel("scan", scan.compiled, scan.compiled, "torch computes recurrent layers"),
 )  # fmt: skip
 _unloadable = functools.cache(unloadable)
@@ -292,15 +294,34 @@ def stored_linear(
     weights: [o, i] of each layer. biases: [o] or None of each layer. dtype: of inputs and results. Raises ModelError
     where scales are NaN or infinite.
     """
-    for weight in weights:
-        weight.check()
-    stored = [weight.fourbit() for weight in weights]
-    fourbit = [form for form in stored if form is not None]
-    alike = len(fourbit) == len(stored) and all(form.like(fourbit[0]) for form in fourbit)
-    kernel, reason = choose("linear", dtype, "int4" if alike else "int8")
+    sources, four_bits = _sources(weights)
+    kernel, reason = choose("linear", dtype, "int4" if four_bits else "int8")
     assert kernel is not None, reason
-    sources = fourbit if alike else [weight.plain(torch.float32) for weight in weights]
-    return int8.Int8Product(sources, biases, outliers, kernel.op, packed_linear, dtype)
+    product = int8.Int8Product(sources, biases, outliers, kernel.op, packed_linear, dtype)
+    if not bool(product.backend.scales.isfinite().all()):
+        for weight in weights:
+            weight.check()
+    return product
+
+
+def _sources(weights: Sequence[QuantizedWeight]) -> tuple[Sequence[int8.Stored], bool]:
+    """Return what a product of several weights is packed from, and whether that has four bits in all of them."""
+    stored = [form for form in (weight.blocks() for weight in weights) if form is not None]
+    if len(stored) == len(weights):
+        return stored, blocks.are_four_bits([form.kind for form in stored])
+    levels = list[FourBit]()
+    for weight in weights:
+        form = weight.fourbit()
+        if form is None or (levels and not form.like(levels[0])):
+            return weights, False
+        levels.append(form)
+    return levels, True
+
+
+def unpacked_blocks(rows: Blocks) -> Tensor | None:
+    """Return rows [o, i] float32 of a GGUF file; None where no kernel unpacks its blocks."""
+    kernel, _ = choose("unpack", torch.float32)
+    return None if kernel is None else blocks.dequantize(rows)
 
 
 def quantize_missing(weight_format: str, dtype: torch.dtype = torch.float32) -> str | None:

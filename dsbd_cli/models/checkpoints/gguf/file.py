@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dsbd_cli.errors import ModelError, one_line, shorten
-from dsbd_cli.models.checkpoints.gguf.header import PLAIN, GgufTensor, Header, read_header
+from dsbd_cli.models.checkpoints.gguf.header import FOUR_BITS, PLAIN, GgufTensor, Header, read_header
 from dsbd_cli.models.checkpoints.gguf.parts import gguf_parts
 
 if TYPE_CHECKING:
@@ -118,6 +118,20 @@ class GgufFile:
             sizes[tensor.kind] += prod(tensor.shape) if len(tensor.shape) > 1 else 0
         kind = max(sizes, key=lambda kind: sizes[kind], default="F32")
         return None if kind in PLAIN else f"gguf-{kind.lower()}"
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of the products that are packed from blocks, at least: four bits and two factors of a group, or int8.
+        An embedding table stays in the file; 0 where the weights are plain."""
+        if self.form is None:
+            return 0
+        table = {"token_embd.weight"} if "output.weight" in self.tensors else set[str]()
+        sizes = [
+            prod(tensor.shape) * (5 if tensor.kind in FOUR_BITS else 8) // 8
+            for tensor in self.tensors.values()
+            if len(tensor.shape) == 2 and tensor.kind not in PLAIN and tensor.name not in table
+        ]
+        return sum(sizes)
 
     def reads(self, family: str) -> bool:
         """Return whether `decoder_tensors` has all tensors of a model of this transformers family."""

@@ -20,8 +20,19 @@ from typing import Any
 from llvmlite import ir
 from numba import njit, types
 
-from dsbd_cli.ops.cpu.int4 import GROUP_BYTES, LAYOUT, MOST_LEVEL, SHRINKS
+from dsbd_cli.ops.cpu.blocks import MOST, SPARE
+from dsbd_cli.ops.cpu.int4 import GROUP_BYTES, LAYOUT, MOST_LEVEL, PACK_BLOCKS, SHRINKS
 from dsbd_cli.ops.cpu.int8 import SMALLEST
+from dsbd_cli.ops.cpu.kernels.blocks import (
+    BLOCK_OFFSETS,
+    BLOCK_SCALES,
+    BLOCK_TABLE,
+    NUMBERS,
+    SHIFT,
+    SIZE,
+    unpack_levels,
+    unpack_scales,
+)
 from dsbd_cli.ops.cpu.kernels.compiler import KernelCompiler
 from dsbd_cli.ops.cpu.kernels.int8 import (
     LEVELS,
@@ -70,6 +81,7 @@ from dsbd_cli.ops.cpu.kernels.simd import (
     fma,
     get_f32,
     get_i64,
+    get_u8,
     halves,
     larger,
     load_f32,
@@ -80,6 +92,8 @@ from dsbd_cli.ops.cpu.kernels.simd import (
     pointer,
     prefetch,
     product,
+    put_f32,
+    put_i32,
     smaller,
     splat,
     splatted,
@@ -100,6 +114,9 @@ PAIR = 2 * WORD  # of a group of x: the sum of its integers times its step, and 
 HALVES, VECTOR_BYTES = ir.VectorType(ir.HalfType(), LANES), LANES * WORD
 HALF = ir.VectorType(I32, LANES // 2)
 BYTES, SHORTS = ir.VectorType(ir.IntType(8), 2 * LANES), ir.VectorType(ir.IntType(16), LANES)
+# `at` is the address of an int4.PackBlocksArguments, whose fields have these offsets.
+(B_TAKEN, B_THREADS, B_ITEMS, B_ROWS, B_INPUTS, B_SCALES, B_OUT, B_SPARE, B_SPARE_BYTES, B_OUTLIERS, B_OUTLIER_COUNT,
+ B_OUTLIER_WEIGHTS) = PACK_BLOCKS  # fmt: skip
 KIND = "dpbusd" if int8_tile() == "amx" else int8_tile() or "signs"
 
 
@@ -436,6 +453,28 @@ def store_levels(tile, ranges, out):
         )
 
 
+@njit(error_model="numpy")
+def store_factors(factors, groups, out, scales):
+    """Store the largest factor of each of COLUMNS outputs, and over it their scales and offsets in float16.
+
+    factors: [groups, 2, COLUMNS] float32. out: the groups.
+    """
+    for strip in range(0, LINE, VECTOR_BYTES):
+        most, nan_sum = splat(types.float32(SMALLEST)), splat(types.float32(0))
+        for group in range(groups):
+            of_group = factors + group * 2 * LINE + strip
+            scale, offset = load_f32(of_group), load_f32(of_group + LINE)
+            nan_sum = fma(add(scale, offset), splat(types.float32(0)), nan_sum)
+            least = mul(magnitude(offset), splat(types.float32(1 / MOST_LEVEL)))
+            most = larger(magnitude(scale), larger(least, most))
+        most = add(most, nan_sum)  # NaN if a number is NaN or infinite
+        store_f32(scales + strip, most)
+        for group in range(groups):
+            of_group, to = factors + group * 2 * LINE + strip, out + group * GROUP_BYTES + strip // 2
+            store_f16(to + SCALES_AT, divide(load_f32(of_group), most))
+            store_f16(to + OFFSETS_AT, divide(load_f32(of_group + LINE), most))
+
+
 @compiled.addressed
 def quantize_weights(at):
     """Quantize weights, a block of COLUMNS rows at a time, and pack them as groups."""
@@ -453,16 +492,85 @@ def quantize_weights(at):
         pack_lines(get_i64(at + W_ROWS) + block * COLUMNS * 8, steps, lines)
         out, scales = get_i64(at + W_OUT) + block * groups * GROUP_BYTES, get_i64(at + W_SCALES) + block * LINE
         for strip in range(0, LINE, VECTOR_BYTES):
-            most = splat(types.float32(SMALLEST))
             for group in range(groups):
-                of_group = factors + group * 2 * LINE + strip
                 load_tile(lines + strip, group, narrow, kept, tile)
-                fit(tile, of_group, ranges)
+                fit(tile, factors + group * 2 * LINE + strip, ranges)
                 store_levels(tile, ranges, out + group * GROUP_BYTES + strip)
-                offset = mul(magnitude(load_f32(of_group + LINE)), splat(types.float32(1 / MOST_LEVEL)))
-                most = larger(magnitude(load_f32(of_group)), larger(offset, most))
-            store_f32(scales + strip, most)
-            for group in range(groups):
-                of_group, to = factors + group * 2 * LINE + strip, out + group * GROUP_BYTES + strip // 2
-                store_f16(to + SCALES_AT, divide(load_f32(of_group), most))
-                store_f16(to + OFFSETS_AT, divide(load_f32(of_group + LINE), most))
+        store_factors(factors, groups, out, scales)
+
+
+@operation(types.void, types.int64, types.int64)
+def store_group(builder: Any, levels: Any, out: Any) -> None:
+    """Store the levels of a group of one output, bytes, as a word in each line."""
+    whole = loaded(builder, levels, HALF, 1)
+    sides = [builder.shuffle_vector(whole, whole, ir.Constant(ir.VectorType(I32, LINES), [*range(side, GROUP // 4, 2)]))
+             for side in range(2)]  # fmt: skip
+    words = builder.or_(sides[0], builder.shl(sides[1], ir.Constant(sides[1].type, [4] * LINES)))
+    for line in range(LINES):
+        word = builder.extract_element(words, ir.Constant(I32, line))
+        builder.store(word, pointer(builder, _plus(builder, out, line * LINE), I32), align=WORD)
+
+
+@njit(error_model="numpy")
+def pack_levels(block, form, first, column, spare, factors, out):
+    """Pack a block of a row, whose numbers begin with input `first`. Its levels stay at `spare`."""
+    unpack_levels(block, form, spare)
+    unpack_scales(block, form, spare + BLOCK_SCALES, spare + BLOCK_OFFSETS)
+    shift, group = types.float32(get_i64(form + SHIFT)), first // GROUP
+    for k in range(get_i64(form + NUMBERS) // GROUP):
+        store_group(spare + k * GROUP, out + (group + k) * GROUP_BYTES + column * WORD)
+        at = factors + (group + k) * 2 * LINE + column * WORD
+        scale, offset = get_f32(spare + BLOCK_SCALES + k * WORD), get_f32(spare + BLOCK_OFFSETS + k * WORD)
+        put_f32(at, scale)
+        put_f32(at + LINE, scale * -shift if shift else offset)
+
+
+@njit(error_model="numpy")
+def clear_column(column, groups, factors, out):
+    """Write zeros, where there are no outputs any more."""
+    for group in range(groups):
+        for line in range(LINES):
+            put_i32(out + group * GROUP_BYTES + line * LINE + column * WORD, 0)
+        for line in range(2):
+            put_f32(factors + (2 * group + line) * LINE + column * WORD, types.float32(0))
+
+
+@compiled.addressed
+def pack_blocks(at):
+    """Pack rows of blocks of GGUF files, COLUMNS rows at a time, as groups, and write the weights of outliers."""
+    inputs, count, outliers = get_i64(at + B_INPUTS), get_i64(at + B_OUTLIER_COUNT), get_i64(at + B_OUTLIERS)
+    groups = inputs // GROUP
+    spare = get_i64(at + B_SPARE) + take(at + B_THREADS) * get_i64(at + B_SPARE_BYTES)
+    factors = spare + SPARE
+    while True:
+        item = take(at + B_TAKEN)
+        if item >= get_i64(at + B_ITEMS):
+            return
+        out, scales = get_i64(at + B_OUT) + item * groups * GROUP_BYTES, get_i64(at + B_SCALES) + item * LINE
+        done = taken = types.int64(0)
+        while done < inputs:  # some inputs of all rows at a time, whose groups the first cache holds
+            end, passed = min(done + MOST, inputs), taken
+            for column in range(COLUMNS):
+                row = item * COLUMNS + column
+                address, form = get_i64(get_i64(at + B_ROWS) + row * 16), get_i64(get_i64(at + B_ROWS) + row * 16 + 8)
+                if address == 0:
+                    if done == 0:
+                        clear_column(column, groups, factors, out)
+                    continue
+                passed = taken
+                block = address + done // get_i64(form + NUMBERS) * get_i64(form + SIZE)
+                for first in range(done, end, get_i64(form + NUMBERS)):
+                    pack_levels(block, form, first, column, spare, factors, out)
+                    block += get_i64(form + SIZE)
+                    last = first + get_i64(form + NUMBERS)
+                    while passed < count and get_i64(outliers + passed * 8) < last:
+                        number = get_i64(outliers + passed * 8)
+                        level = get_u8(spare + number - first)
+                        if get_i64(form + BLOCK_TABLE):
+                            level = get_u8(get_i64(form + BLOCK_TABLE) + level)
+                        factor = factors + number // GROUP * 2 * LINE + column * WORD
+                        value = get_f32(factor) * types.float32(level) + get_f32(factor + LINE)
+                        put_f32(get_i64(at + B_OUTLIER_WEIGHTS) + (row * count + passed) * WORD, value)
+                        passed += 1
+            done, taken = end, passed
+        store_factors(factors, groups, out, scales)

@@ -15,9 +15,11 @@ from typing import Any
 from llvmlite import ir
 from numba import njit, types
 
+from dsbd_cli.ops.cpu.blocks import SPARE
 from dsbd_cli.ops.cpu.int8 import LAYOUT, MULTIPLY, QUANTIZE_ROWS, QUANTIZE_WEIGHTS, SMALLEST, ZERO
 from dsbd_cli.ops.cpu.int8 import LEVELS as MOST
 from dsbd_cli.ops.cpu.kernels.amx import matrix_tile
+from dsbd_cli.ops.cpu.kernels.blocks import unpack_row
 from dsbd_cli.ops.cpu.kernels.compiler import KernelCompiler
 from dsbd_cli.ops.cpu.kernels.simd import (
     CHUNK,
@@ -73,7 +75,7 @@ compiled = KernelCompiler("int8 layers", seconds=3, layout=LAYOUT)
 (LEVELS, LEVELS_ROW, WEIGHTS, QUADS, PIECE, OFFSETS, SCALES, STEPS, OUTLIER_X, OUTLIER_WEIGHTS, OUTLIER_WORDS, BIAS,
  OUT, OUT_ROW, NARROW, TABLE) = MULTIPLY[len(PRODUCT) :]  # fmt: skip
 (W_TAKEN, W_THREADS, W_ITEMS, W_ROWS, W_INPUTS, W_NARROW, W_KEPT, W_SCALES, W_SUMS, W_OUT, W_SPARE,
- W_SPARE_BYTES) = QUANTIZE_WEIGHTS  # fmt: skip
+ W_SPARE_BYTES, W_FORMS, W_OUTLIERS, W_OUTLIER_COUNT, W_OUTLIER_WEIGHTS) = QUANTIZE_WEIGHTS  # fmt: skip
 whole_tile = matrix_tile("int8") if int8_tile() == "amx" else tile(int8_tile() or "signs")
 # outliers of bfloat16 lie in pairs, and are widened, which gives the same bits on all processors
 float_tile, pair_tile = tile("float32"), tile("widened")
@@ -239,12 +241,14 @@ def quantize_weight_row(row, inputs, narrow, kept, target, scale_at, sum_at):
     """Quantize a row of weights to integers in -127 .. 127, rounded half to even. Write its scale and their sum."""
     unit = types.int64(2) if narrow else types.int64(WORD)
     largest_magnitude, i = splat(types.float32(0)), types.int64(0)
+    nan_sum = largest_magnitude
     while row != 0 and i < inputs:
         value = load_bf16(row + i * unit) if narrow else load_f32(row + i * unit)
         largest_magnitude = larger(magnitude(mul(value, load_f32(kept + i * WORD))), largest_magnitude)
+        nan_sum = fma(value, splat(types.float32(0)), nan_sum)
         i += LANES
     scale = max(largest(largest_magnitude) / types.float32(MOST), types.float32(SMALLEST))
-    put_f32(scale_at, scale)
+    put_f32(scale_at, scale + total(nan_sum))  # NaN if a weight is NaN or infinite
     wide, nearest = splat(scale), splat(types.float32(ROUND))
     summed, i = splat(types.float32(0)), types.int64(0)
     while i < inputs:
@@ -258,10 +262,26 @@ def quantize_weight_row(row, inputs, narrow, kept, target, scale_at, sum_at):
     put_i32(sum_at, types.int64(total(summed)))
 
 
+@njit(error_model="numpy")
+def unpacked(at, number, row, spare):
+    """Return a row in float32, which is unpacked if it is in blocks of a GGUF file. Then the weights of its outliers
+    are written."""
+    forms, count = get_i64(at + W_FORMS), get_i64(at + W_OUTLIER_COUNT)
+    if forms == 0 or row == 0:
+        return row
+    out = spare + SPARE
+    unpack_row(row, get_i64(forms + number * 8), get_i64(at + W_INPUTS), spare, out)
+    for j in range(count):
+        value = get_f32(out + get_i64(get_i64(at + W_OUTLIERS) + j * 8) * WORD)
+        put_f32(get_i64(at + W_OUTLIER_WEIGHTS) + (number * count + j) * WORD, value)
+    return out
+
+
 @compiled.addressed
 def quantize_weights(at):
     """Quantize weights, a block of COLUMNS rows at a time, and pack them as lines."""
     inputs, narrow, kept = get_i64(at + W_INPUTS), get_i64(at + W_NARROW), get_i64(at + W_KEPT)
+    # memory of this thread: integers of COLUMNS rows, and a row that is unpacked
     spare = get_i64(at + W_SPARE) + take(at + W_THREADS) * get_i64(at + W_SPARE_BYTES)
     while True:
         block = take(at + W_TAKEN)
@@ -270,6 +290,7 @@ def quantize_weights(at):
         for column in range(COLUMNS):
             weight_row = block * COLUMNS + column
             row, target = get_i64(get_i64(at + W_ROWS) + weight_row * 8), spare + column * inputs
+            row = unpacked(at, weight_row, row, spare + COLUMNS * inputs)
             quantize_weight_row(
                 row, inputs, narrow, kept, target, get_i64(at + W_SCALES) + weight_row * WORD,
                 get_i64(at + W_SUMS) + weight_row * WORD,
