@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dsbd_cli.ops import quantized_weight
 from dsbd_cli.ops.cpu.int4 import CompiledInt4
-from dsbd_cli.ops.cpu.int8 import CompiledInt8
+from dsbd_cli.ops.cpu.int8_groups import CompiledInt8Groups
 from dsbd_cli.ops.quantized_weight import GROUP, FourBit, QuantizedWeight
 from dsbd_cli.ops.select import quantize_missing, stored_linear
 from tests.ops.test_kernels import int4_parts
@@ -102,7 +102,7 @@ def test_levels_are_multiplied_as_they_are(dtype: torch.dtype, order: bool) -> N
     weights = [Stored(72, 320, seed=1, order=order), Stored(40, 320, seed=2, order=order)]
     outliers = torch.tensor([5, 33, 64, 319])
     linear, bias = product(weights, outliers, dtype)
-    assert isinstance(linear.backend, CompiledInt4)
+    assert type(linear.backend) is CompiledInt4
     levels, scales, offsets = int4_parts(linear.backend)
     assert torch.equal(levels[:112].long(), torch.cat([weight.levels for weight in weights]))
     for ours, name in ((scales, "scales"), (offsets, "offsets")):
@@ -128,18 +128,17 @@ def test_levels_are_multiplied_as_they_are(dtype: torch.dtype, order: bool) -> N
 
 
 @needs_int4
-def test_layers_that_are_not_alike_become_int8() -> None:
+def test_layers_that_are_not_alike_become_bytes() -> None:
     """One of more bits, or two orders of inputs, in one product."""
     for weights in (
         [Stored(72, 320, seed=1), Stored(40, 320, seed=2, four=False)],
         [Stored(72, 320, seed=1), Stored(40, 320, seed=2, order=True)],
     ):
         linear, bias = product(weights, torch.tensor([5]), torch.float32)
-        assert isinstance(linear.backend, CompiledInt8)
-        assert not isinstance(linear.backend, CompiledInt4)
+        assert isinstance(linear.backend, CompiledInt8Groups)
         x = torch.randn(5, 320, generator=torch.Generator().manual_seed(4))
         wanted = x @ torch.cat([weight.dequantize() for weight in weights]).t() + bias
-        assert (linear.compute(x) - wanted).norm() / wanted.norm() < 0.02
+        assert (linear.compute(x) - wanted).norm() / wanted.norm() < 0.01
 
 
 @needs_int4

@@ -145,7 +145,7 @@ def runs_as_stored(decoder: Decoder, device: torch.device) -> bool:
     """Return whether a decoder has weights of a quantised file, and the kernels that multiply them as they are."""
     return (
         device.type == "cpu"
-        and quantize_missing("int4", decoder.weights.dtype) is None
+        and quantize_missing("stored", decoder.weights.dtype) is None
         and any(
             isinstance(weight, QuantizedWeight)
             for _, owner, name in decoder.plain_products()

@@ -50,7 +50,7 @@ class CompiledInt4(int8.CompiledInt8):
     """Weights and products by kernels/int4.py. weights: [blocks, g, GROUP_BYTES] uint8. scales: [o] float32, the factor
     of an output's scales and offsets. table: [16] uint8, the numbers in place of the levels; None: themselves."""
 
-    inputs_step = GROUP
+    inputs_step, group_bytes = GROUP, GROUP_BYTES
     zero_point = 0
     table: Tensor | None = None
 
@@ -92,8 +92,8 @@ class CompiledInt4(int8.CompiledInt8):
     def _allocate(self, outputs: int, inputs: int) -> Tensor:
         """Set and return memory for the weights, and set that for the factors of a multiple of COLUMNS outputs."""
         self._groups, self.scales = inputs // GROUP, torch.empty(outputs)
-        size = outputs // COLUMNS * self._groups * GROUP_BYTES
-        self.weights = allocate_weights(size).view(-1, self._groups, GROUP_BYTES)
+        size = outputs // COLUMNS * self._groups * self.group_bytes
+        self.weights = allocate_weights(size).view(-1, self._groups, self.group_bytes)
         return self.weights
 
     def _pack_blocks(self, weights: Sequence[Blocks]) -> Tensor:
@@ -149,12 +149,16 @@ class CompiledInt4(int8.CompiledInt8):
         rows = len(levels)
         narrow = current() < Processor.AVX512 and rows > 1  # it reads groups strip by strip
         piece = PIECE if narrow or rows > FEW_ROWS else self._groups
-        return self._multiply(compiled()[0], self._groups, piece, sums, levels, steps, outlier_x, self.table)
+        return self._multiply(self._kernel(), self._groups, piece, sums, levels, steps, outlier_x, self.table)
+
+    def _kernel(self) -> CpuKernel:
+        """Return the kernel that multiplies."""
+        return compiled()[0]
 
 
-def fault(backend: type[CompiledInt4], linear: int8.Linear) -> str | None:
+def fault(backend: type[CompiledInt4], linear: int8.Linear, limit: float = 0.15) -> str | None:
     """Return what is wrong with the products of a backend, of 1 to 9 rows; None where they are near those of the
-    weights, and each row has its bits alone."""
+    weights, and each row has its bits alone. limit: of the relative error."""
     generator = torch.Generator().manual_seed(0)
     weight, x = (torch.randn(rows, 128, generator=generator) for rows in (96, 9))
     x[:, 0] = 0  # the outlier
@@ -163,9 +167,9 @@ def fault(backend: type[CompiledInt4], linear: int8.Linear) -> str | None:
         alone, exact = torch.cat([product(row) for row in x.split(1)]), x @ weight.t()
         same = all(torch.equal(product(x[:rows]), alone[:rows]) for rows in range(2, 10))
     error = float((alone - exact).norm() / exact.norm())
-    if error < 0.15:
-        return None if same else "rows of int4 products depend on the rows beside them"
-    return f"this processor's int4 products are off by {error:.2g}"
+    if error < limit:
+        return None if same else "rows of quantized products depend on the rows beside them"
+    return f"this processor's products by groups are off by {error:.2g}"
 
 
 @functools.cache

@@ -179,9 +179,22 @@ class CompiledInt8:
     def _quantize(self, weights: Sequence[Any]) -> Tensor:
         """Set the weights as lines, the scales of outputs, and what the sums of integers begin with. Return the weights
         of outliers, [o, k]."""
-        inputs, count = weights[0].shape[1], -(-self._outputs // COLUMNS) * COLUMNS
-        self.weights = allocate_weights(count * inputs).view(torch.int32).view(-1, inputs // 4, COLUMNS)
-        self.scales, sums = torch.empty(count), torch.empty(count, dtype=torch.int32)
+        sums = torch.empty(-(-self._outputs // COLUMNS) * COLUMNS, dtype=torch.int32)
+        outlier_weights = self._quantize_all(weights, sums)
+        self.zero_point = 0 if int8_tile() == "signs" else ZERO
+        self._offsets = sums.mul_(-self.zero_point)
+        return outlier_weights
+
+    def _allocate(self, outputs: int, inputs: int) -> Tensor:
+        """Set and return memory for the weights, and set that for the scales of a multiple of COLUMNS outputs."""
+        self.weights = allocate_weights(outputs * inputs).view(torch.int32).view(-1, inputs // 4, COLUMNS)
+        self.scales = torch.empty(outputs)
+        return self.weights
+
+    def _quantize_all(self, weights: Sequence[Any], sums: Tensor) -> Tensor:
+        """Quantize weights, and write the sums [o] of their integers. Return the weights of outliers, [o, k]."""
+        count = len(sums)
+        self._allocate(count, weights[0].shape[1])
         if isinstance(weights[0], Blocks):
             outlier_weights = [torch.empty(self._outputs, len(self._outliers))]
             rows, forms = (
@@ -196,8 +209,6 @@ class CompiledInt8:
                 outlier_weights += [weight[:, self._outliers] for weight in piece]
                 done += len(rows)
                 del owners
-        self.zero_point = 0 if int8_tile() == "signs" else ZERO
-        self._offsets = sums.mul_(-self.zero_point)
         return torch.cat(outlier_weights)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -214,7 +225,7 @@ class CompiledInt8:
         weights of outliers of rows in blocks, to be written.
         """
         inputs, items = self._inputs, len(rows) // COLUMNS
-        size = COLUMNS * inputs + (0 if forms is None else blocks.SPARE + inputs * 4)
+        size = self._spare_bytes(inputs) + (0 if forms is None else blocks.SPARE + inputs * 4)
         spare = torch.empty(torch.get_num_threads(), size, dtype=torch.uint8)
         arguments = QuantizeWeightArguments(
             0, 0, items, rows.data_ptr(), inputs, unit == 2, self._ordinary_mask.data_ptr(),
@@ -222,7 +233,16 @@ class CompiledInt8:
             spare.data_ptr(), size, 0 if forms is None else forms.data_ptr(), self._outliers.data_ptr(),
             len(self._outliers), 0 if of is None else of.data_ptr(),
         )  # fmt: skip
-        compiled()[2](arguments, len(rows) * inputs * 2, items)
+        self._quantizer()(arguments, len(rows) * inputs * 2, items)
+
+    def _quantizer(self) -> CpuKernel:
+        """Return the kernel that quantizes weights."""
+        return compiled()[2]
+
+    @staticmethod
+    def _spare_bytes(inputs: int) -> int:
+        """Return how much memory a thread needs to quantize COLUMNS rows."""
+        return COLUMNS * inputs
 
     def levels(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self._levels(x, None)

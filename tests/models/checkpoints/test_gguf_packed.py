@@ -111,7 +111,7 @@ def test_products_are_near_those_of_the_dequantised_weight(kind: str) -> None:
 def test_a_scale_that_is_no_number_is_named(kind: str, value: float) -> None:
     for at in HALVES[kind] or (0,):
         broken = weight(kind, 70, 512)
-        last = broken.data.view(-1, BLOCKS[kind][1])[-1]
+        last = broken._data.view(-1, BLOCKS[kind][1])[-1]
         if HALVES[kind]:
             last[at : at + 2] = torch.tensor([value], dtype=torch.float16).view(torch.uint8)
         else:

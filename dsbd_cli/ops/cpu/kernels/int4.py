@@ -15,7 +15,7 @@ Addresses are int64. Nothing checks them here; int4.py does.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 from llvmlite import ir
 from numba import njit, types
@@ -108,7 +108,7 @@ from dsbd_cli.ops.quantized_weight import GROUP
 compiled = KernelCompiler("int4 layers", seconds=3, layout=LAYOUT)
 
 LINES = GROUP // 8  # of a group
-SCALES_AT, OFFSETS_AT = LINES * LINE, LINES * LINE + 2 * COLUMNS
+Numbers = Literal["levels", "table", "bytes"]  # of weights: u4, the bytes of a table that u4 stand for, bytes
 MOST_ROWS = 4  # of a tile
 PAIR = 2 * WORD  # of a group of x: the sum of its integers times its step, and the step
 HALVES, VECTOR_BYTES = ir.VectorType(ir.HalfType(), LANES), LANES * WORD
@@ -183,17 +183,24 @@ def _fence(builder: Any) -> None:
     builder.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], True)
 
 
+def group_bytes(numbers: Numbers) -> int:
+    """Return the bytes of a group of COLUMNS outputs."""
+    return COLUMNS * GROUP + 4 * COLUMNS if numbers == "bytes" else GROUP_BYTES
+
+
 def _columns(rows: int) -> int:
     """Return how many columns a tile of so many rows works on: as many as the registers have room for."""
     return COLUMNS if WIDE or rows == 1 else 2 * LANES if rows == 2 else LANES
 
 
-def _tile(rows: int, has_table: bool) -> Any:
+def _tile(rows: int, numbers: Numbers) -> Any:
     """Return an operation that adds the products of rows of x, `x_row` bytes apart, with `groups` groups of weights to
     float32 sums [rows, COLUMNS], in `_columns` of them from `first` on. x_sums: of groups of x, `x_sums_row` bytes
     apart. table: address of the table of levels. later: where it prefetches as many bytes as it reads."""
-    vectors = _columns(rows) // LANES
-    share = GROUP_BYTES * vectors * LANES // COLUMNS
+    vectors, has_table, whole = _columns(rows) // LANES, numbers == "table", numbers == "bytes"
+    lines = GROUP // 4 if whole else LINES
+    scales_at, size = lines * LINE, group_bytes(numbers)
+    share = size * vectors * LANES // COLUMNS
 
     def build(
         builder: Any, x: Any, x_row: Any, x_sums: Any, x_sums_row: Any, table: Any, weights: Any, groups: Any,
@@ -202,9 +209,9 @@ def _tile(rows: int, has_table: bool) -> Any:
         def at(base: Any, number: Any, size: int) -> Any:
             return builder.add(base, builder.mul(number, ir.Constant(I64, size)))
 
-        numbers = [ir.Constant(I64, r) for r in range(rows)]
-        rows_of_x = [builder.add(x, builder.mul(x_row, r)) for r in numbers]
-        sums_of_x = [builder.add(x_sums, builder.mul(x_sums_row, r)) for r in numbers]
+        places = [ir.Constant(I64, r) for r in range(rows)]
+        rows_of_x = [builder.add(x, builder.mul(x_row, r)) for r in places]
+        sums_of_x = [builder.add(x_sums, builder.mul(x_sums_row, r)) for r in places]
         results = [[_plus(builder, at(sums, first, WORD), r * LINE + v * VECTOR_BYTES) for v in range(vectors)]
                    for r in range(rows)]  # fmt: skip
         if has_table:
@@ -214,25 +221,25 @@ def _tile(rows: int, has_table: bool) -> Any:
         builder.branch(loop)
         builder.position_at_end(loop)
         group = builder.phi(I64)
-        base = at(weights, group, GROUP_BYTES)
-        words, factors = at(base, first, WORD), at(_plus(builder, base, SCALES_AT), first, 2)
+        base = at(weights, group, size)
+        words, factors = at(base, first, WORD), at(_plus(builder, base, scales_at), first, 2)
         if vectors * LANES < COLUMNS:
             for distance in range(0, share, CACHE_LINE):
                 prefetch(builder, _plus(builder, at(later, group, share), distance), cache=2)
         elif AHEAD:
-            for distance in range(AHEAD, AHEAD + GROUP_BYTES, CACHE_LINE):
+            for distance in range(AHEAD, AHEAD + size, CACHE_LINE):
                 prefetch(builder, _plus(builder, base, distance))
         low, shift = (ir.Constant(WHOLES, [number] * LANES) for number in (0x0F0F0F0F, 4))
-        products = [[_Sums(builder, has_table) for _ in range(vectors)] for _ in range(rows)]
-        for line in range(LINES):
+        products = [[_Sums(builder, numbers != "levels") for _ in range(vectors)] for _ in range(rows)]
+        for line in range(lines):
             sides = []
             for v in range(vectors):
                 word = loaded(builder, _plus(builder, words, line * LINE + v * VECTOR_BYTES), WHOLES, CACHE_LINE)
-                levels = builder.and_(word, low), builder.and_(builder.lshr(word, shift), low)
+                levels = (word,) if whole else (builder.and_(word, low), builder.and_(builder.lshr(word, shift), low))
                 sides.append([_looked_up(builder, table, half) for half in levels] if has_table else levels)
             for row, row_products in zip(rows_of_x, products, strict=True):
-                quads = _plus(builder, at(row, group, GROUP), line * 2 * WORD)
-                for half in range(2):
+                quads = _plus(builder, at(row, group, GROUP), line * len(levels) * WORD)
+                for half in range(len(levels)):
                     quad = splatted(builder, loaded(builder, _plus(builder, quads, half * WORD), I32, 1), WHOLES)
                     for side, part in zip(sides, row_products, strict=True):
                         part.multiply(side[half], quad)
@@ -247,7 +254,7 @@ def _tile(rows: int, has_table: bool) -> Any:
             _fence(builder)
             scale, offset = (
                 builder.fpext(loaded(builder, _plus(builder, factors, far + v * LANES * 2), HALVES, 2), VECTOR)
-                for far in (0, OFFSETS_AT - SCALES_AT)
+                for far in (0, 2 * COLUMNS)
             )
             for r in range(rows):
                 value = loaded(builder, results[r][v], VECTOR, WORD)
@@ -263,13 +270,13 @@ def _tile(rows: int, has_table: bool) -> Any:
     return operation(types.void, *(types.int64,) * 10)(build)
 
 
-def _strips(rows: int, has_table: bool) -> Any:
+def _strips(rows: int, numbers: Numbers) -> Any:
     """Return a function of numba that multiplies so many rows by whole groups, one strip of columns after another."""
-    multiply, columns = _tile(rows, has_table), _columns(rows)
-    share = GROUP_BYTES * columns // COLUMNS
+    multiply, columns, size = _tile(rows, numbers), _columns(rows), group_bytes(numbers)
+    share = size * columns // COLUMNS
 
     def strips(x, x_row, x_sums, x_sums_row, table, weights, groups, sums):
-        later = weights + groups * GROUP_BYTES
+        later = weights + groups * size
         for first in range(0, COLUMNS, columns):
             multiply(x, x_row, x_sums, x_sums_row, table, weights, groups, sums, first, later)
             later += groups * share
@@ -277,18 +284,19 @@ def _strips(rows: int, has_table: bool) -> Any:
     return njit(error_model="numpy")(strips)
 
 
-def _adding_up(has_table: bool) -> Any:
+def adding_up(numbers: Numbers) -> Any:
     """Return a function of numba that computes the sums [count, COLUMNS] of a block of outputs, float32."""
-    one, two, three, four = (_strips(rows, has_table) for rows in range(1, MOST_ROWS + 1))
+    one, two, three, four = (_strips(rows, numbers) for rows in range(1, MOST_ROWS + 1))
+    size = group_bytes(numbers)
 
     def add_up(at, block, first, count, sums):
         groups, x_row, table = get_i64(at + QUADS), get_i64(at + LEVELS_ROW), get_i64(at + TABLE)
         for r in range(count):
             clear_line(sums + r * LINE)
-        weights, done = get_i64(at + WEIGHTS) + block * groups * GROUP_BYTES, types.int64(0)
+        weights, done = get_i64(at + WEIGHTS) + block * groups * size, types.int64(0)
         tiles = (count + MOST_ROWS - 1) // MOST_ROWS
         while done < groups:
-            steps, here = min(get_i64(at + PIECE), groups - done), weights + done * GROUP_BYTES
+            steps, here = min(get_i64(at + PIECE), groups - done), weights + done * size
             for number in range(tiles):
                 low = number * count // tiles
                 rows = (number + 1) * count // tiles - low
@@ -308,7 +316,7 @@ def _adding_up(has_table: bool) -> Any:
     return njit(error_model="numpy")(add_up)
 
 
-add_up, add_up_by_table = _adding_up(False), _adding_up(True)
+add_up, add_up_by_table = adding_up("levels"), adding_up("table")
 finish = finishing(load_f32)
 
 
@@ -454,10 +462,10 @@ def store_levels(tile, ranges, out):
 
 
 @njit(error_model="numpy")
-def store_factors(factors, groups, out, scales):
+def store_factors(factors, groups, out, scales, size):
     """Store the largest factor of each of COLUMNS outputs, and over it their scales and offsets in float16.
 
-    factors: [groups, 2, COLUMNS] float32. out: the groups.
+    factors: [groups, 2, COLUMNS] float32. out: the groups, of `size` bytes, at whose ends scales and offsets are.
     """
     for strip in range(0, LINE, VECTOR_BYTES):
         most, nan_sum = splat(types.float32(SMALLEST)), splat(types.float32(0))
@@ -470,9 +478,9 @@ def store_factors(factors, groups, out, scales):
         most = add(most, nan_sum)  # NaN if a number is NaN or infinite
         store_f32(scales + strip, most)
         for group in range(groups):
-            of_group, to = factors + group * 2 * LINE + strip, out + group * GROUP_BYTES + strip // 2
-            store_f16(to + SCALES_AT, divide(load_f32(of_group), most))
-            store_f16(to + OFFSETS_AT, divide(load_f32(of_group + LINE), most))
+            of_group, end = factors + group * 2 * LINE + strip, out + (group + 1) * size + strip // 2
+            store_f16(end - 4 * COLUMNS, divide(load_f32(of_group), most))
+            store_f16(end - 2 * COLUMNS, divide(load_f32(of_group + LINE), most))
 
 
 @compiled.addressed
@@ -496,7 +504,7 @@ def quantize_weights(at):
                 load_tile(lines + strip, group, narrow, kept, tile)
                 fit(tile, factors + group * 2 * LINE + strip, ranges)
                 store_levels(tile, ranges, out + group * GROUP_BYTES + strip)
-        store_factors(factors, groups, out, scales)
+        store_factors(factors, groups, out, scales, GROUP_BYTES)
 
 
 @operation(types.void, types.int64, types.int64)
@@ -573,4 +581,4 @@ def pack_blocks(at):
                         put_f32(get_i64(at + B_OUTLIER_WEIGHTS) + (row * count + passed) * WORD, value)
                         passed += 1
             done, taken = end, passed
-        store_factors(factors, groups, out, scales)
+        store_factors(factors, groups, out, scales, GROUP_BYTES)
