@@ -32,7 +32,7 @@ from dsbd_cli.models.checkpoints.loader import (
     import_decoder_code,
     load_network,
 )
-from dsbd_cli.models.checkpoints.quantized.stock_part import load_part
+from dsbd_cli.models.checkpoints.quantized.stock_part import part_config, stock_part
 from dsbd_cli.models.checkpoints.registry import parts_of
 from dsbd_cli.models.decoder.config import DecoderConfig
 from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
@@ -263,11 +263,7 @@ class _DecoderLoad:
 
     def _stock(self) -> Any:
         """Return transformers' model of the checkpoint."""
-        checkpoint, of = self._checkpoint, self._description
-        if checkpoint.gguf is None and checkpoint.stored_form is not None and of.plain:
-            assert of.dtype is not None
-            return load_part(checkpoint, of.dtype, of.decoder_config.layers, of.decoder_config.vocabulary)
-        return load_network(checkpoint.like(quantize=None), checkpoint.config)
+        return load_network(self._checkpoint.like(quantize=None), self._checkpoint.config)
 
     def _attempts(self) -> list[frozenset[str]]:
         """Return the sets of GPU kernels to try, the best one first: the set that served an earlier load, where one is
@@ -344,15 +340,15 @@ class _DecoderLoad:
         Plain weights of all layers would fill the memory, and reading them takes transformers a minute. So the first
         layers, over the first tokens, are compared and tested with plain weights.
         """
-        spec, part_config = self._checkpoint.spec, self._description.decoder_config
-        layers = part_config.layers if self._whole else layers_of_each_kind(part_config, LAYERS_CHECKED)
-        vocabulary = part_config.vocabulary if self._whole else min(TOKENS_CHECKED, part_config.vocabulary)
+        spec, whole = self._checkpoint.spec, self._description.decoder_config
+        layers = whole.layers if self._whole else layers_of_each_kind(whole, LAYERS_CHECKED)
+        vocabulary = whole.vocabulary if self._whole else min(TOKENS_CHECKED, whole.vocabulary)
         from dsbd_cli.models.checks.selftest import self_test
 
         end_touching()  # a part would take what the whole needs
         part = build_decoder(first_part(self._parts(), layers, vocabulary), self._stock, frozenset())
         pack(part, replace(spec, quantize="none"), None)
-        theirs = load_part(self._checkpoint, part.weights_dtype, layers, vocabulary)
+        theirs = _stock_part(self._checkpoint, part.weights_dtype, layers, vocabulary)
         with unsupported(model.architecture):
             reason = differs(part, theirs)
         del theirs
@@ -424,12 +420,26 @@ def read_small_files(checkpoint: Checkpoint) -> tuple[UnloadedModel, AheadCodec]
     return facts, AheadCodec(tokenizer, checkpoint.end_tokens(settings, tokenizer))
 
 
+def _stock_part(checkpoint: Checkpoint, dtype: torch.dtype, layers: int, vocabulary: int) -> Any:
+    """Return transformers' model of the first layers of a quantised decoder, over the first tokens, with plain weights.
+
+    transformers reads a GGUF file by itself, so that its reading and ours are compared. Weights of other forms are
+    dequantised by our readers. Raises ModelError.
+    """
+    if checkpoint.gguf is not None:
+        return load_network(checkpoint.like(quantize=None), part_config(checkpoint.config, layers, vocabulary))
+    return stock_part(checkpoint.config, checkpoint.tensors, dtype, layers, vocabulary, checkpoint.name)
+
+
 def _by_transformers(checkpoint: Checkpoint) -> Loaded:
     """Return a model that transformers runs, which takes other memory for its weights."""
     end_touching()
     from dsbd_cli.models.load_transformers import load_transformers
 
-    return load_transformers(checkpoint)
+    loaded, form, spec = load_transformers(checkpoint), checkpoint.stored_form, checkpoint.spec
+    if form is None or spec.quantize is not None:
+        return loaded
+    return loaded.noting(f"the {spec.role} is {form} and runs dequantised, in the memory of plain weights")
 
 
 def _verdict(model: DecoderForestModel) -> Verdict:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Iterable
+from math import log2
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -25,7 +25,7 @@ def random_blocks(kind: str, rows: int, columns: int, seed: int = 0, scale: floa
         scales = generator.normal(scale=scale, size=(len(blocks), 1))
         blocks[:, at : at + 2] = scales.astype(np.float16).view(np.uint8)
     if not HALVES[kind]:
-        blocks[:, 0] = generator.integers(100, 150, len(blocks)) + round(math.log2(scale))
+        blocks[:, 0] = generator.integers(*((100, 150) if scale == 1 else (125, 130)), len(blocks)) + round(log2(scale))
     return blocks.reshape(rows, -1)
 
 

@@ -307,8 +307,8 @@ class DeviceOptions(TemplateOptions, LoadOptions):
     )
     quantize: Quantize | None = option(
         DEVICES,
-        "int8 or int4: linear layers of both models in 8 or 4 bits, on the CPU; none: a quantised file is dequantised "
-        "(docs/hardware.md)",
+        "int8 or int4: the linear layers of both models in 8 or 4 bits, on the CPU; none: a quantised file is "
+        "dequantised (docs/hardware.md)",
         metavar="FORMAT",
     )
     numerics: Numerics | None = option(

@@ -26,7 +26,6 @@ from dsbd_cli.models.checkpoints.damage import check_checkpoint, check_gguf
 from dsbd_cli.models.checkpoints.generation import eos_ids, read_generation
 from dsbd_cli.models.checkpoints.gguf.for_transformers import read_by_transformers
 from dsbd_cli.models.checkpoints.gguf.parts import gguf_parts, whole_gguf
-from dsbd_cli.models.checkpoints.gguf.rotary import scale_rotary
 from dsbd_cli.models.checkpoints.hub import ADAPTER_CONFIG, cached_folder, folder_of, gguf_files
 from dsbd_cli.models.checkpoints.registry import Location, expanded, hub_location, parts_of, resolve
 
@@ -238,6 +237,8 @@ class Checkpoint:
             raise ModelError(f"{self.name}: architectures is {shorten(named)}, but must be a list of names")
         config.architectures = [named] if isinstance(named, str) else named
         if self.gguf is not None:
+            from dsbd_cli.models.checkpoints.gguf.rotary import scale_rotary
+
             scale_rotary(config, self.gguf)
         linearised.mark(self.path, config)
         if config.model_type == CAPTIONER:  # it has an encoder, and does not say so

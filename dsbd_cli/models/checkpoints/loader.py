@@ -6,12 +6,11 @@ import contextlib
 import importlib.util
 import io
 import json
-from collections.abc import Iterable
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import ModelError, UnsupportedModelError, UsageError, one_line, shorten
@@ -21,6 +20,7 @@ from dsbd_cli.models.checkpoints.gguf.for_transformers import read_by_transforme
 from dsbd_cli.models.checkpoints.linearised import unread
 from dsbd_cli.models.checkpoints.lm_head import install, lm_head_keys, read_trimmed_lm_head
 from dsbd_cli.models.checkpoints.mamba_ssm import KEY_MAPPING
+from dsbd_cli.models.checkpoints.stock import attention_of, check_numbers, check_report
 from dsbd_cli.ops.interface import LEAST_WEIGHTS
 from dsbd_cli.ops.select import packing_works, quantize_missing
 
@@ -55,7 +55,11 @@ def load_network(checkpoint: Checkpoint, config: Any = None, kind: Any = None, *
         # transformers draws progress bars while it unpacks these, whatever its settings are
         draws_bars = checkpoint.is_gguf or _method_of(config) == COMPRESSED
         with contextlib.redirect_stderr(io.StringIO()) if draws_bars else contextlib.nullcontext():
-            model = merge_adapters(_model(checkpoint, config, kind or _class(config), placed), checkpoint.adapters)
+            if not more and _dequantised_here(checkpoint, config, kind):
+                model = _dequantised_model(checkpoint, config)
+            else:
+                model = _model(checkpoint, config, kind or _class(config), placed)
+            model = merge_adapters(model, checkpoint.adapters)
     model.eval()
     model.requires_grad_(False)
     return model
@@ -100,6 +104,10 @@ def _model(checkpoint: Checkpoint, config: Any, kind: Any, placed: dict[str, Any
                 f"{name} is a {config.model_type}, which is neither a causal language model nor an "
                 f"encoder-decoder one{_picture_hint(config)}"
             ) from None
+        if (quantization := checkpoint.quantization) is not None:
+            here = "weights are read for causal language models of transformers' own, on one device"
+            reason = quantization if isinstance(quantization, str) else f"its {quantization.method} {here}"
+            raise ModelError(f"{name}: {reason}; transformers says: {one_line(error)}") from error
         raise ModelError(f"{name} cannot be loaded: {one_line(error)}") from error
     model, report = loaded
     check_device_map(model, checkpoint.spec)
@@ -115,6 +123,41 @@ def _model(checkpoint: Checkpoint, config: Any, kind: Any, placed: dict[str, Any
     if lm_head is not None:
         install(model, lm_head, name)
     return model
+
+
+def _dequantised_here(checkpoint: Checkpoint, config: Any, kind: Any) -> bool:
+    """Return whether our readers dequantise the weights: those of GPTQ, AWQ and compressed-tensors in a causal language
+    model on one device. kind: see `load_network`."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    return (
+        checkpoint.quantization is not None
+        and not isinstance(checkpoint.quantization, str)
+        and checkpoint.spec.device_map is None
+        and read_trimmed_lm_head(checkpoint.path) is None
+        and (kind or _class(config)) is transformers.AutoModelForCausalLM
+        and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    )
+
+
+def _dequantised_model(checkpoint: Checkpoint, config: Any) -> Any:
+    """Return a model whose plain weights our readers have made."""
+    from dsbd_cli.models.checkpoints.quantized.stock_part import stock_part
+
+    text, dtype = config.get_text_config(decoder=True), dtype_of(checkpoint, config)
+    if dtype == "auto":
+        dtype = text.dtype if isinstance(text.dtype, torch.dtype) else torch.float32
+    try:
+        model = stock_part(config, checkpoint.tensors, dtype, text.num_hidden_layers, sys.maxsize, checkpoint.name)
+        check_numbers(model.named_parameters(), checkpoint.name)
+        return model.to(device_of(checkpoint.spec))
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise ModelError(f"{checkpoint.name} does not fit in memory: {one_line(error)}") from error
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(f"{checkpoint.name} cannot be loaded: {one_line(error)}") from error
 
 
 def _class(config: Any) -> Any:
@@ -228,30 +271,13 @@ def _method_of(config: Any) -> str | None:
     return settings.get("quant_method") if isinstance(settings, dict) else getattr(settings, "quant_method", None)
 
 
-def check_report(report: dict[str, Any], name: str, elsewhere: set[str]) -> None:
-    """Raise ModelError for weights that are missing or have another shape. transformers would draw them at random, and
-    the text would be noise without any warning.
-
-    elsewhere: names of weights that come from another file.
-    """
-    if keys := sorted(set(map(str, report.get("missing_keys") or ())) - elsewhere):
-        shown = ", ".join(keys[:3]) + (", ..." if len(keys) > 3 else "")
-        raise ModelError(f"{name}: {len(keys)} weights are missing ({shown}): get the files again")
-    if others := sorted(key for key in report.get("mismatched_keys") or () if key[0] not in elsewhere):
-        stored, wanted = (" x ".join(map(str, shape)) for shape in others[0][1:])
-        raise ModelError(
-            f"{name}: its config does not fit its weights: {others[0][0]} is {stored}, but must be {wanted} "
-            f"({len(others)} such weights)"
-        )
-
-
 def dtype_of(checkpoint: Checkpoint, config: Any) -> Any:
     """Return the dtype to compute in: `torch.dtype`, or "auto" where the checkpoint decides."""
     spec = checkpoint.spec
     if spec.dtype != "auto":
         return _DTYPES[spec.dtype]
-    direct = checkpoint.direct and checkpoint.stored_form is not None
-    if getattr(config, "quantization_config", None) is not None and not direct:
+    quantised = checkpoint.stored_form is not None
+    if getattr(config, "quantization_config", None) is not None and not quantised:
         return "auto"
     stored = getattr(config.get_text_config(decoder=True), "dtype", None)
     if stored in (torch.float64, "float64"):  # nothing here computes in it
@@ -260,29 +286,12 @@ def dtype_of(checkpoint: Checkpoint, config: Any) -> Any:
     named = set(places.values()) if isinstance(places, dict) else {places}
     if not named <= {"cpu", "disk"} and torch.cuda.is_available():
         return "auto"
-    if checkpoint.is_gguf or direct:  # its levels of four to eight bits are no finer than bfloat16
+    if checkpoint.is_gguf or quantised:  # its levels of four to eight bits are no finer than bfloat16
         large, stored = checkpoint.weight_bytes > SMALL_BYTES // 4, torch.bfloat16
     else:
         large = checkpoint.weight_bytes > SMALL_BYTES
     halves = large and stored in (torch.bfloat16, "bfloat16") and packing_works(torch.bfloat16)
     return torch.bfloat16 if halves else torch.float32
-
-
-def attention_of(config: Any) -> str | None:
-    """Return the attention implementation: eager where scores are capped, because sdpa would leave the cap out.
-    Otherwise None, with which transformers takes sdpa where the architecture has it."""
-    text = config.get_text_config(decoder=True)
-    return "eager" if getattr(text, "attn_logit_softcapping", None) is not None else None
-
-
-def check_numbers(tensors: Iterable[tuple[str, Tensor]], name: str) -> None:
-    """Check that no tensor holds NaN."""
-    for tensor, values in tensors:
-        if not values.is_floating_point() or values.dtype.itemsize == 1 or values.is_meta or not values.numel():
-            continue
-        # the sum is NaN where a number is NaN, but also where infinities cancel, so that the numbers are then counted
-        if bool(torch.isnan(values.detach().sum())) and (count := int(values.detach().isnan().sum())):
-            raise ModelError(f"{name}: {count} of {values.numel()} numbers in {tensor} are NaN: get the files again")
 
 
 def unsafe_pickle(folder: Path, error: BaseException, name: str) -> ModelError | None:

@@ -19,7 +19,8 @@ from dsbd_cli.errors import ModelError
 from dsbd_cli.models import load_model as loading
 from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
 from dsbd_cli.models.checkpoints.damage import check_checkpoint, read_headers
-from dsbd_cli.models.checkpoints.loader import check_numbers, load
+from dsbd_cli.models.checkpoints.loader import load
+from dsbd_cli.models.checkpoints.stock import check_numbers
 from tests.helpers.tiny import V
 
 INFINITE = b'{"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 1e999]}}'

@@ -164,10 +164,10 @@ class GgufFile:
 
     def _names(self) -> dict[str, str | None]:
         """Return transformers' names of the tensors by those in GGUF; None for those that are not known."""
-        from dsbd_cli.models.checkpoints.gguf.names import IGNORED
+        from dsbd_cli.models.checkpoints.gguf.names import ROTARY
 
         assert self._architecture is not None
-        return {name: self._architecture.renamed(name) for name in self.tensors if name not in IGNORED}
+        return {name: self._architecture.renamed(name) for name in self.tensors if name not in ROTARY}
 
 
 def _check_parts(parts: list[Path], headers: list[Header], name: str) -> None:

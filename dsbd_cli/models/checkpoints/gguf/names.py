@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.errors import ModelError
-from dsbd_cli.models.checkpoints.gguf.rotary import TABLES
 from dsbd_cli.ops.quantized_weight import QuantizedWeight
 
-IGNORED = frozenset(TABLES)  # parts of the config, which rotary.py reads
+# factors of rotary frequencies, which are parts of the config (rotary.py)
+ROTARY = FACTORS, SHORT, LONG = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 
 _WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")

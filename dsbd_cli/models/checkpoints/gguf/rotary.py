@@ -14,11 +14,11 @@ import math
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from dsbd_cli.errors import ModelError, UnsupportedModelError, shorten
+from dsbd_cli.models.checkpoints.gguf.names import FACTORS, LONG, ROTARY, SHORT
 
 if TYPE_CHECKING:
     from dsbd_cli.models.checkpoints.gguf.file import GgufFile
 
-TABLES = FACTORS, SHORT, LONG = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 READ = frozenset(  # keys of rope.scaling
     "type factor original_context_length attn_factor finetuned yarn_beta_fast yarn_beta_slow yarn_ext_factor "
     "yarn_attn_factor".split()
@@ -36,7 +36,7 @@ def scale_rotary(config: Any, file: GgufFile) -> None:
     if full.get("rope_type", "default") != "default":
         return
     if not full:
-        if any(table in file.tensors for table in TABLES) or _kind(file) not in ("none", "linear"):
+        if any(table in file.tensors for table in ROTARY) or _kind(file) not in ("none", "linear"):
             _refuse(file, f"scales rotary positions, and transformers' {config.model_type} has none")
         return
     if "partial_rotary_factor" in full and (rotated := _number(file, "rope.dimension_count", 0.0)):
@@ -56,7 +56,7 @@ def _scaling(config: Any, file: GgufFile, full: dict[str, Any]) -> dict[str, Any
     if unknown := [key for key in file.metadata if key.startswith(start) and key.removeprefix(start) not in READ]:
         _refuse(file, f"says {unknown[0]} = {shorten(file.metadata[unknown[0]])}, which is not read")
     count = int(_head_dim(config) * (full.get("partial_rotary_factor") or 1.0)) // 2
-    tables = {name: _table(file, name, count) for name in TABLES if name in file.tensors}
+    tables = {name: _table(file, name, count) for name in ROTARY if name in file.tensors}
     factor = _number(file, "rope.scaling.factor", 0.0) or _number(file, "rope.scale_linear", 1.0)
     attention = _number(file, "rope.scaling.attn_factor", 1.0)
     positions = config.max_position_embeddings

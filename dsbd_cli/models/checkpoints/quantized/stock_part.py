@@ -1,6 +1,7 @@
-"""Transformers' model of the first layers of a checkpoint whose weights stay packed, to compare our own forward with.
+"""Transformers' model of a checkpoint whose weights are packed, with plain weights.
 
-The whole model dequantised would be several times as large as the file.
+Our own forward is compared with a part of it, because the whole is several times as large as the file. Families that
+our decoder does not know run as the whole.
 """
 
 from __future__ import annotations
@@ -13,30 +14,20 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.errors import ModelError, UnsupportedModelError
-from dsbd_cli.models.checkpoints.checkpoint import Checkpoint, quiet
-from dsbd_cli.models.checkpoints.loader import attention_of, check_report, load_network
+from dsbd_cli.models.checkpoints.checkpoint import quiet
 from dsbd_cli.models.checkpoints.quantized.groupwise import WeightTensors
+from dsbd_cli.models.checkpoints.stock import attention_of, check_report
 from dsbd_cli.ops.quantized_weight import QuantizedWeight
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 _VOCABULARY = re.compile(r"(?:^|\.)(?:embed_tokens|embed_in|wte|lm_head|embed_out)\.(?:weight|bias)$")
 
 
-def load_part(checkpoint: Checkpoint, dtype: torch.dtype, layers: int, vocabulary: int) -> Any:
-    """Return transformers' model of the first layers of a quantised decoder, over the first tokens, with plain weights.
-
-    transformers reads a GGUF file by itself, so that its reading and ours are compared. Weights of other forms are
-    dequantised by our readers. Raises ModelError.
-    """
-    if checkpoint.gguf is not None:
-        return load_network(checkpoint.like(quantize=None), part_config(checkpoint.config, layers, vocabulary))
-    return stock_part(checkpoint.config, checkpoint.tensors, dtype, layers, vocabulary, checkpoint.name)
-
-
 def plain_state(tensors: WeightTensors, dtype: torch.dtype, layers: int, vocabulary: int) -> dict[str, Tensor]:
     """Return the plain weights of the first layers and of the first rows of embedding table and LM head, in a dtype.
 
-    A weight that is not packed is a view of its file where it has the dtype.
+    A weight that is not packed is a view of its file where it has the dtype. Raises ModelError for scales that are NaN
+    or infinite.
     """
     state = {}
     for name, read in tensors.items():
@@ -45,6 +36,8 @@ def plain_state(tensors: WeightTensors, dtype: torch.dtype, layers: int, vocabul
             continue
         rows = slice(0, vocabulary if _VOCABULARY.search(name) else None)
         weight = read()
+        if isinstance(weight, QuantizedWeight):
+            weight.check()
         plain = (
             weight.dequantize(rows) if isinstance(weight, QuantizedWeight) else weight[rows] if weight.ndim else weight
         )
@@ -55,9 +48,9 @@ def plain_state(tensors: WeightTensors, dtype: torch.dtype, layers: int, vocabul
 def stock_part(config: Any, tensors: WeightTensors, dtype: torch.dtype, layers: int, vocabulary: int, name: str) -> Any:
     """Return transformers' model of the first layers of a checkpoint, ready for inference.
 
-    config: of the whole checkpoint, which stays as it is. vocabulary: ids that the part knows; inputs must be below.
-    name: of the checkpoint, for messages. Raises ModelError for tensors that are missing, have another shape than the
-    config says, or would not be used.
+    config: of the whole checkpoint, which stays as it is. layers, vocabulary: of the part; more than there are make the
+    whole. Inputs must be ids below `vocabulary`. name: of the checkpoint, for messages. Raises ModelError for tensors
+    that are missing, have another shape than the config says, or would not be used.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
