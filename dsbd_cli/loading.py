@@ -123,7 +123,8 @@ def load(
                 iteration_ops(torch.device("cpu"), kernels)
         if spec.device == "cpu" or (spec.device == "auto" and not torch.cuda.is_available()):
             begin_compiling()  # while models are loaded
-        pair = load_pair(checkpoint, draft_checkpoint, bridged=draft_spec is not None and method.bridges)
+        with _without_collection():
+            pair = load_pair(checkpoint, draft_checkpoint, bridged=draft_spec is not None and method.bridges)
     _use_template(pair.codec, spec.source, template, chat_template_kwargs)
     width, catalogue_notes = pair.target.vocab_size, list[str]()
     catalogues = {} if allow is None else open_catalogues(Path(allow), pair.codec, width, catalogue_notes.append)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import mmap
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -35,6 +35,7 @@ class GgufFile:
         metadata: values by key, of the first part. Arrays are lists of str, or arrays of numbers.
         types: for each key the type of its value: (number,), or (ARRAY, number of the items' type).
         tensors: by their names in GGUF, of all parts, in order.
+        maps: [size] uint8, the bytes of each file that has been read from.
     """
 
     name: str
@@ -42,6 +43,7 @@ class GgufFile:
     metadata: dict[str, Any]
     types: dict[str, tuple[int, ...]]
     tensors: dict[str, GgufTensor]
+    maps: dict[Path, Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def open(cls, path: Path, name: str) -> GgufFile:
@@ -74,14 +76,17 @@ class GgufFile:
         not change. Raises ModelError where the file has gone or has shrunk."""
         import torch
 
-        start = tensor.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-        try:
-            with tensor.file.open("rb") as stream:
-                end = tensor.offset + tensor.size
-                data = mmap.mmap(stream.fileno(), end - start, access=mmap.ACCESS_COPY, offset=start)
-        except (OSError, ValueError) as error:
-            raise ModelError(f"{self.name}: {tensor.file.name} cannot be read: {one_line(error)}") from error
-        return torch.frombuffer(data, dtype=torch.uint8, count=tensor.size, offset=tensor.offset - start)
+        if tensor.file not in self.maps:
+            try:
+                with tensor.file.open("rb") as stream:
+                    data = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+            except (OSError, ValueError) as error:
+                raise ModelError(f"{self.name}: {tensor.file.name} cannot be read: {one_line(error)}") from error
+            self.maps[tensor.file] = torch.frombuffer(data, dtype=torch.uint8)
+        whole, end = self.maps[tensor.file], tensor.offset + tensor.size
+        if end > len(whole):
+            raise ModelError(f"{self.name}: {tensor.file.name} cannot be read: it has shrunk to {len(whole)} bytes")
+        return whole[tensor.offset : end]
 
     def read(self, name: str) -> Tensor | QuantizedWeight:
         """Return a tensor by its name in GGUF.
