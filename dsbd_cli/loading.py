@@ -123,7 +123,8 @@ def load(
                 iteration_ops(torch.device("cpu"), kernels)
         if spec.device == "cpu" or (spec.device == "auto" and not torch.cuda.is_available()):
             begin_compiling()  # while models are loaded
-        pair = load_pair(checkpoint, draft_checkpoint, bridged=draft_spec is not None and method.bridges)
+        with _without_collection():
+            pair = load_pair(checkpoint, draft_checkpoint, bridged=draft_spec is not None and method.bridges)
     _use_template(pair.codec, spec.source, template, chat_template_kwargs)
     width, catalogue_notes = pair.target.vocab_size, list[str]()
     catalogues = {} if allow is None else open_catalogues(Path(allow), pair.codec, width, catalogue_notes.append)
@@ -243,10 +244,12 @@ def _packed_bytes(checkpoint: Checkpoint) -> int:
         return 0
     if spec.device_map is not None or spec.tensor_parallel > 1:
         return 0
+    if checkpoint.gguf is not None:
+        return checkpoint.gguf.packed_bytes if spec.quantize is None and current() >= Processor.AVX2 else 0
     try:
         config = json.loads((checkpoint.path / "config.json").read_bytes())
         halves = config.get("dtype", config.get("torch_dtype")) in ("bfloat16", "float16")
-    except (OSError, ValueError, AttributeError, RecursionError):  # a GGUF file, or what the load will report
+    except (OSError, ValueError, AttributeError, RecursionError):  # what the load will report
         return 0
     if spec.quantizes:
         return size // (2 if spec.quantize == "int8" else 4) if current() >= Processor.AVX2 else 0

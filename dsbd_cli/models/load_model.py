@@ -50,6 +50,7 @@ from dsbd_cli.models.stored_tokenizer import store, stored
 from dsbd_cli.models.tokenizer import AheadCodec, HFCodec, bytes_of_tokens
 from dsbd_cli.models.verdicts import LIMITS, Verdict
 from dsbd_cli.ops.ahead import end_touching
+from dsbd_cli.ops.memory import return_freed
 from dsbd_cli.ops.select import GPU_LAYERS, ops_for
 
 LAYERS_CHECKED = 4  # layers of each kind that are checked: the others are the same operations
@@ -344,6 +345,7 @@ class _DecoderLoad:
         vocabulary = whole.vocabulary if self._whole else min(TOKENS_CHECKED, whole.vocabulary)
         from dsbd_cli.models.checks.selftest import self_test
 
+        end_touching()  # a part would take what the whole needs
         part = build_decoder(first_part(self._parts(), layers, vocabulary), self._stock, frozenset())
         pack(part, replace(spec, quantize="none"), None)
         theirs = _stock_part(self._checkpoint, part.weights_dtype, layers, vocabulary)
@@ -354,8 +356,11 @@ class _DecoderLoad:
             return reason
         tested = self_test(part)
         del part
+        return_freed()
         outliers = pack(model, spec, None, self._checkpoint.stored_form)
+        return_freed()
         verdict = _verdict(self._checked_layers(model)) if self._asked_invariant else Verdict(verdicts.UNASKED)
+        return_freed()
         errors = [tested.median_error, tested.largest_error, tested.limit]
         return {"varies": verdict.varies, "copies": verdict.copies, "outliers": outliers, "tested": errors}
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import mmap
+import os
 import threading
 
 import torch
@@ -35,6 +37,13 @@ def allocate_zeros(size: int) -> Tensor:
                 mapped = torch.frombuffer(map_zeros(size + 2 * HUGE), dtype=torch.uint8)
                 return mapped.narrow(0, -mapped.data_ptr() % HUGE, size)
         return torch.zeros(size, dtype=torch.uint8, device="cpu")
+
+
+def return_freed() -> None:
+    """Return memory that was freed to the system, where the C library holds it for later (glibc does, of blocks of up
+    to 32 MiB)."""
+    if os.name == "posix" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
 
 
 class _Rest:

@@ -63,6 +63,35 @@ class FourBit:
         return self.scales[:, positions // GROUP] * numbers + self.offsets[:, positions // GROUP]
 
 
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Rows of a weight in blocks of a format of ggml, where they lie in a file.
+
+    Attributes:
+        kind: ggml's name of the format.
+        rows: [o] int64, their addresses.
+        inputs: i.
+        data: what the addresses point into.
+    """
+
+    kind: str
+    rows: Tensor
+    inputs: int
+    data: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """[o, i]."""
+        return torch.Size((len(self.rows), self.inputs))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def take(self, rows: Tensor | slice) -> Blocks:
+        """Return these outputs alone."""
+        return replace(self, rows=self.rows[rows])
+
+
 class QuantizedWeight(ABC):
     """A weight [o, i] in a quantised file.
 
@@ -84,6 +113,10 @@ class QuantizedWeight(ABC):
     @abstractmethod
     def fourbit(self) -> FourBit | None:
         """Return the weight in four bits; None where the format has more, or groups that four bits cannot have."""
+
+    def blocks(self) -> Blocks | None:
+        """Return the weight in blocks that kernels unpack; None where it is not."""
+        return None
 
     def check(self) -> None:  # noqa: B027  # of forms that are checked when they are opened
         """Raise ModelError where a scale is NaN or infinite."""
@@ -131,6 +164,10 @@ class _Rows(QuantizedWeight):
 
     def dequantize(self, rows: Tensor | slice = slice(None)) -> Tensor:
         return self._whole.dequantize(self._rows[rows])
+
+    def blocks(self) -> Blocks | None:
+        whole = self._whole.blocks()
+        return None if whole is None else whole.take(self._rows)
 
     def fourbit(self) -> FourBit | None:
         whole = self._whole.fourbit()

@@ -156,11 +156,14 @@ def outlier_channels(largest: Tensor) -> Tensor:
     return largest.topk(min(OUTLIERS, len(largest) // 2)).indices.sort().values
 
 
-def int4_sums(x: Tensor, levels: Tensor, scales: Tensor, offsets: Tensor, table: Tensor | None = None) -> Tensor:
-    """Return the product [r, o] float32 of integers x [r, i] with weights scale * level + offset.
+def int4_sums(
+    x: Tensor, steps: Tensor, levels: Tensor, scales: Tensor, offsets: Tensor, table: Tensor | None = None
+) -> Tensor:
+    """Return the product [r, o] float32 of step * x with weights scale * level + offset.
 
-    levels [o, i]: 0 .. 15. table: [16] uint8, the numbers in place of the levels. scales, offsets [o, g]: one for each
-    i / g inputs, of 11 bits. Group by group, scale times the sum of products and offset times the sum of x are added to
+    x: integers [r, i]. levels [o, i]: 0 .. 15. table: [16] uint8, the numbers in place of the levels. steps [r, g]
+    float32, scales and offsets [o, g], of 11 bits: one for each i / g inputs. Group by group the sum of products and
+    the sum of x are multiplied by the step, and rounded. Scale times the one and offset times the other are added to
     the result, which is rounded once after each.
     """
     groups = scales.shape[1]
@@ -170,7 +173,8 @@ def int4_sums(x: Tensor, levels: Tensor, scales: Tensor, offsets: Tensor, table:
     for group in range(groups):
         of_x, dot = x[:, group].sum(1, keepdim=True), x[:, group] @ levels[:, group].t()
         for factor, number in ((scales, dot), (offsets, of_x)):  # float64 holds each product, and nearly each sum
-            result = (result + factor[:, group].double() * number).float().double()
+            stepped = (number.float() * steps[:, group, None]).double()
+            result = (result + factor[:, group].double() * stepped).float().double()
     return result.float()
 
 

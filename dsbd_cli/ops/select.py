@@ -16,9 +16,11 @@ from torch import Tensor
 from dsbd_cli.ops import reference
 from dsbd_cli.ops.cpu import (
     attention,
+    blocks,
     candidates,
     int4,
     int8,
+    int8_groups,
     iteration,
     layer,
     linear,
@@ -30,7 +32,7 @@ from dsbd_cli.ops.cpu import (
 from dsbd_cli.ops.cpu.runtime import FLOATS, compile_beside, may_use_matrix_units, team, unloadable
 from dsbd_cli.ops.interface import Backend, Linear, OpChoice, Ops, RowsLinear
 from dsbd_cli.ops.processor import ON_ARM, Processor, current
-from dsbd_cli.ops.quantized_weight import QuantizedWeight
+from dsbd_cli.ops.quantized_weight import GROUP, Blocks, FourBit, QuantizedWeight
 from dsbd_cli.ops.triton import available
 from dsbd_cli.ops.triton.trial import faults
 
@@ -161,6 +163,10 @@ def _int4_fault(backend: type[int4.CompiledInt4], dtype: torch.dtype) -> str | N
     return int4.fault(backend, packed_linear)
 
 
+def _int8_groups_fault(backend: type[int8_groups.CompiledInt8Groups], dtype: torch.dtype) -> str | None:
+    return int4.fault(backend, packed_linear, limit=0.02)
+
+
 def _load_int4() -> object:
     """Load the kernels of int4, and those of int8, which quantize rows for both."""
     return int8.compiled(), int4.compiled()
@@ -199,6 +205,9 @@ TABLE = (
     Kernel("linear", int8.TorchInt8, least=BASE, weights="int8", trial=_int8_fault, backend="torch"),
     Kernel("linear", int4.CompiledInt4, _load_int4, "nothing computes products in int4", dtypes=FLOATS, weights="int4",
            needs=(_X86, _TEAM), trial=_int4_fault, elsewhere="int4 needs x86 with AVX2"),
+    Kernel("linear", int8_groups.CompiledInt8Groups, int8_groups.compiled, "quantised files are dequantised",
+           dtypes=FLOATS, weights="int8_groups", needs=(_X86, _TEAM), trial=_int8_groups_fault,
+           elsewhere="groups of bytes need x86 with AVX2"),
     Kernel("pick", pick, beside=("linear", "plain"), reason="rows are packed from where they lie",
            elsewhere="torch computes products with picked rows"),
     Kernel("path_attention", attention, attention.compiled, "torch computes attention over the suffix",
@@ -211,6 +220,7 @@ TABLE = (
     Kernel("draft", _draft, iteration.compiled, _ITERATIONS),
     Kernel("verify", _verify, iteration.compiled, _ITERATIONS),
     Kernel("commit", _commit, iteration.compiled, _ITERATIONS),
+    Kernel("unpack", blocks, blocks.compiled, "torch unpacks the blocks of GGUF files", needs=(_X86, _TEAM)),
     Kernel("scan", scan.compiled, scan.compiled, "torch computes recurrent layers"),
 )  # fmt: skip
 _unloadable = functools.cache(unloadable)
@@ -286,27 +296,50 @@ def quantized_linear(
 def stored_linear(
     weights: Sequence[QuantizedWeight], biases: Sequence[Tensor | None], outliers: Tensor, dtype: torch.dtype
 ) -> int8.Int8Product:
-    """Return layers of a quantised file as one product: in four bits if all of them have no more, else in int8. The
+    """Return layers of a quantised file as one product: in four bits if all of them have no more, else in bytes. The
     input channels `outliers` [k] are not quantized.
 
     weights: [o, i] of each layer. biases: [o] or None of each layer. dtype: of inputs and results. Raises ModelError
     where scales are NaN or infinite.
     """
-    for weight in weights:
-        weight.check()
-    stored = [weight.fourbit() for weight in weights]
-    fourbit = [form for form in stored if form is not None]
-    alike = len(fourbit) == len(stored) and all(form.like(fourbit[0]) for form in fourbit)
-    kernel, reason = choose("linear", dtype, "int4" if alike else "int8")
+    sources, four_bits = _sources(weights)
+    kernel, reason = choose("linear", dtype, "int4" if four_bits else "int8_groups")
     assert kernel is not None, reason
-    sources = fourbit if alike else [weight.plain(torch.float32) for weight in weights]
-    return int8.Int8Product(sources, biases, outliers, kernel.op, packed_linear, dtype)
+    product = int8.Int8Product(sources, biases, outliers, kernel.op, packed_linear, dtype)
+    if not bool(product.backend.scales.isfinite().all()):
+        for weight in weights:
+            weight.check()
+    return product
+
+
+def _sources(weights: Sequence[QuantizedWeight]) -> tuple[Sequence[Any], bool]:
+    """Return what a product of several weights is packed from, and whether that has four bits in all of them."""
+    if weights[0].shape[1] % GROUP:
+        return [weight.plain(torch.float32) for weight in weights], False
+    stored = [form for form in (weight.blocks() for weight in weights) if form is not None]
+    if len(stored) == len(weights):
+        return stored, blocks.are_four_bits([form.kind for form in stored])
+    levels = list[FourBit]()
+    for weight in weights:
+        form = weight.fourbit()
+        if form is None or (levels and not form.like(levels[0])):
+            return weights, False
+        levels.append(form)
+    return levels, True
+
+
+def unpacked_blocks(rows: Blocks) -> Tensor | None:
+    """Return rows [o, i] float32 of a GGUF file; None where no kernel unpacks its blocks."""
+    kernel, _ = choose("unpack", torch.float32)
+    return None if kernel is None else blocks.dequantize(rows)
 
 
 def quantize_missing(weight_format: str, dtype: torch.dtype = torch.float32) -> str | None:
     """Return why there are no exact products in int8, or none in int4, on this processor and with this build of torch;
-    None where there are. dtype: of inputs and results."""
-    for weights in dict.fromkeys((weight_format, "int8")):  # int4 leaves some layers to int8
+    None where there are. weight_format: `int8`, `int4`, or `stored` for quantised files. dtype: of inputs and
+    results."""
+    more = "int8_groups" if weight_format == "stored" else "int8"  # int4 leaves some layers to int8
+    for weights in dict.fromkeys(("int4" if weight_format == "stored" else weight_format, more)):
         kernel, reason = choose("linear", dtype, weights)
         if kernel is None:
             return reason

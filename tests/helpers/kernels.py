@@ -61,11 +61,13 @@ def refuse() -> None:
 
 
 def int4_parts(product: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """The levels [o, i] of packed weights, and their scales and offsets [o, i / 32], not yet multiplied by a factor."""
+    """The levels [o, i] of weights in groups, and their scales and offsets [o, i / 32], not yet multiplied by a
+    factor."""
     blocks, groups, _ = product.weights.shape
-    words, *factors = product.weights.split((4 * 256, 128, 128), -1)
-    words = words.reshape(blocks, groups, 4, 64, 4)
-    halves = torch.stack((words & 15, words >> 4), 3)  # [blocks, groups, line, half, column, byte]
+    words, *factors = product.weights.split((product.group_bytes - 256, 128, 128), -1)
+    words = words.reshape(blocks, groups, -1, 64, 4)
+    parts = (words & 15, words >> 4) if words.shape[2] == 4 else (words,)  # of words in four bits, or bytes
+    halves = torch.stack(parts, 3)  # [blocks, groups, line, half, column, byte]
     levels = halves.permute(0, 4, 1, 2, 3, 5).reshape(blocks * 64, groups * 32)
     scales, offsets = (part.contiguous().view(torch.float16).mT.reshape(blocks * 64, groups) for part in factors)
     return levels, scales, offsets

@@ -23,7 +23,7 @@ from dsbd_cli.models.decoder.config import DecoderConfig, decoder_config_of
 from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
 from dsbd_cli.models.decoder.forward import Decoder
 from dsbd_cli.models.decoder.own_rows import OwnRows
-from dsbd_cli.models.decoder.pack import find_outliers, pack_decoder, quantize_decoder
+from dsbd_cli.models.decoder.pack import find_outliers, pack_as_stored, pack_decoder, quantize_decoder
 from dsbd_cli.models.decoder.weights import read_weights
 from dsbd_cli.models.forest_model import calibration_tokens
 from dsbd_cli.ops.interface import Ops
@@ -128,11 +128,13 @@ def pack(
         pack_decoder(decoder, model.device)
         model.forget_programs()
         return None
-    if outliers is None:
-        tokens = calibration_tokens(len(model.embeddings), model.max_positions)
-        channels = find_outliers(decoder, lambda: model.plain(tokens))
-    else:
+    tokens = calibration_tokens(len(model.embeddings), model.max_positions)
+    if outliers is not None:
         channels = {name: torch.tensor(numbers) for name, numbers in outliers.items()}
+    elif weight_format is None:
+        channels = pack_as_stored(decoder, lambda: model.plain(tokens))
+    else:
+        channels = find_outliers(decoder, lambda: model.plain(tokens))
     if not quantize_decoder(decoder, channels, weight_format) and weight_format is not None:
         raise too_small(spec, f"the {spec.role} model {spec.source!r}")
     model.forget_programs()
@@ -143,7 +145,7 @@ def runs_as_stored(decoder: Decoder, device: torch.device) -> bool:
     """Return whether a decoder has weights of a quantised file, and the kernels that multiply them as they are."""
     return (
         device.type == "cpu"
-        and quantize_missing("int4", decoder.weights.dtype) is None
+        and quantize_missing("stored", decoder.weights.dtype) is None
         and any(
             isinstance(weight, QuantizedWeight)
             for _, owner, name in decoder.plain_products()

@@ -6,6 +6,7 @@ Letters: o outputs, i inputs of a product.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,7 +45,7 @@ def quantize_decoder(
         if weight_format is not None:
             own = "int8" if name in INT8_IN_INT4 else weight_format
             product = quantized_linear(*linear.converted(dtype), outliers[full], own)
-        elif all(isinstance(weight, QuantizedWeight) for weight in linear.weights):
+        elif _is_stored(linear, least):
             product = stored_linear(linear.weights, linear.biases, outliers[full], dtype)
         else:
             continue
@@ -68,6 +69,55 @@ def find_outliers(decoder: Decoder, calibrate: Callable[[], object]) -> dict[str
         for (_, owner, name), linear in zip(products, before, strict=True):
             setattr(owner, name, linear)
     return {name: outlier_channels(watcher.largest) for name, watcher in watched.items() if watcher.largest is not None}
+
+
+def pack_as_stored(decoder: Decoder, calibrate: Callable[[], object], least: int = LEAST_WEIGHTS) -> dict[str, Tensor]:
+    """Pack the products of a quantised file, in place, each as soon as `calibrate` has shown its inputs. Return the
+    channels [k] of each that are not quantized, by name.
+
+    The tokens run through products that are packed already, so no weight is dequantised for them. Their logits are
+    zeros, which nothing reads.
+    """
+    turns = [(full, owner, name, _PackedInTurn(getattr(owner, name), decoder.weights.dtype, name == "lm_head"))
+             for full, owner, name in decoder.plain_products() if _is_stored(getattr(owner, name), least)]  # fmt: skip
+    for _, owner, name, turn in turns:
+        setattr(owner, name, turn)
+    calibrate()
+    for _, owner, name, turn in turns:
+        setattr(owner, name, turn.product)
+    pack_decoder(decoder, torch.device("cpu"))
+    return {full: turn.outliers for full, _, _, turn in turns}
+
+
+def _is_stored(linear: PlainLinear, least: int) -> bool:
+    """Return whether a product has so many weights, all of them quantised in their file."""
+    return sum(weight.numel() for weight in linear.weights) >= least and all(
+        isinstance(weight, QuantizedWeight) for weight in linear.weights
+    )
+
+
+class _PackedInTurn:
+    """A product of a quantised file that is packed when its first inputs come.
+
+    last: its results are zeros.
+    """
+
+    product: Any = None
+
+    def __init__(self, inner: PlainLinear, dtype: torch.dtype, last: bool) -> None:
+        self._inner, self._dtype, self._last = inner, dtype, last
+        self.outliers = torch.empty(0, dtype=torch.int64)
+        self.parts, self.weights, self.compiled = inner.parts, inner.weights, False
+
+    def compute(self, x: Tensor) -> Tensor:
+        """Return the product [..., o] of x [..., i]."""
+        if self.product is None:
+            self.outliers = outlier_channels(x.reshape(-1, x.shape[-1]).abs().amax(0).float())
+            self.product = stored_linear(self._inner.weights, self._inner.biases, self.outliers, self._dtype)
+        result: Tensor = (
+            x.new_zeros(1).expand(*x.shape[:-1], sum(self.parts)) if self._last else self.product.compute(x)
+        )
+        return result
 
 
 class _Watched:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from dsbd_cli.ops import recording
+from dsbd_cli.ops.cpu import blocks
 from dsbd_cli.ops.cpu.linear import COLUMNS, PackedProduct, Parts, joined_bias, lines, row_addresses
 from dsbd_cli.ops.cpu.runtime import (
     PRODUCT,
@@ -36,7 +37,7 @@ from dsbd_cli.ops.cpu.runtime import (
 )
 from dsbd_cli.ops.memory import allocate_weights
 from dsbd_cli.ops.processor import int8_tile
-from dsbd_cli.ops.quantized_weight import GROUP, FourBit
+from dsbd_cli.ops.quantized_weight import GROUP, Blocks, FourBit, QuantizedWeight
 
 LEVELS = 127
 ZERO = 128  # offset of inputs, which are unsigned: for signed ones torch takes a kernel a thousand times slower
@@ -45,11 +46,14 @@ ZERO = 128  # offset of inputs, which are unsigned: for signed ones torch takes 
 LEVEL_ROWS, PRODUCT_ROWS = 32, 128
 INPUTS = 16  # our kernels need a multiple of it, in int4 of GROUP
 SMALLEST = torch.finfo(torch.float32).tiny
+AT_ONCE = 1 << 22  # weights of a file that are dequantised at a time
+Stored = FourBit | Blocks | QuantizedWeight  # as files have weights
 
 
 class QuantizeRowArguments(ctypes.Structure):
-    """Arguments of the kernel that quantizes rows: sizes, addresses, and strides in bytes. sums: of the integers of
-    each group of GROUP inputs, [rows, inputs / GROUP] float32; 0: they are not wanted."""
+    """Arguments of the kernel that quantizes rows: sizes, addresses, and strides in bytes. sums: for each group of
+    GROUP inputs, which then has a step of its own, the sum of its integers times the step, and the step, [rows, inputs
+    / GROUP, 2] float32; steps are 1 then. 0: a row has one step."""
 
     _fields_ = fields(
         "taken", "threads", "items", "rows", "share", "x", "x_row", "narrow", "inputs", "kept", "levels", "levels_row",
@@ -70,17 +74,19 @@ class Int8Arguments(ctypes.Structure):
 
 class QuantizeWeightArguments(ctypes.Structure):
     """Arguments of the kernel that quantizes weights: sizes and addresses. rows: the address of an array of row
-    addresses, in int8 0 for rows of zeros. spare: memory of the threads, `spare_bytes` of each."""
+    addresses, in int8 0 for rows of zeros. spare: memory of the threads, `spare_bytes` of each. forms: in int8 the
+    address of an array of the rows' formats (see blocks.row_addresses); 0: rows are floats. outlier_weights: of rows in
+    such formats, to be written."""
 
     _fields_ = fields(
         "taken", "threads", "items", "rows", "inputs", "narrow", "kept", "scales", "sums", "out", "spare",
-        "spare_bytes",
+        "spare_bytes", "forms", "outliers", "outlier_count", "outlier_weights",
     )  # fmt: skip
 
 
 _ARGUMENTS = QuantizeRowArguments, Int8Arguments, QuantizeWeightArguments
 QUANTIZE_ROWS, MULTIPLY, QUANTIZE_WEIGHTS = map(offsets, _ARGUMENTS)
-LAYOUT = layout(*_ARGUMENTS, constants=(LEVELS, ZERO, GROUP))
+LAYOUT = layout(*_ARGUMENTS, constants=(LEVELS, ZERO, GROUP, blocks.LAYOUT))
 Linear = Callable[[Sequence[Tensor], Sequence[Tensor | None]], PackedProduct | None]
 
 
@@ -152,7 +158,7 @@ class CompiledInt8:
         linear: Linear,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """weights: tensors, or of CompiledInt4 FourBits. dtype: of inputs and results; None: of the weights. The other
+        """weights: tensors, or stored ones. dtype: of inputs and results; None: of the weights. The other
         arguments are those of TorchInt8."""
         self._outputs, self._given = sum(map(len, weights)), weights[0].shape[1]
         self._dtype, pad = dtype or weights[0].dtype, nn.functional.pad
@@ -161,25 +167,82 @@ class CompiledInt8:
         self._outliers, self._outlier_dtype = outliers.contiguous(), torch.float32
         if self._dtype == torch.bfloat16:
             self._outlier_dtype = torch.bfloat16  # half as many bytes to read
-        outlier_weights = torch.cat([_columns(weight, outliers) for weight in weights]).to(self._outlier_dtype)
-        if self._outlier_dtype == torch.bfloat16 and len(outliers) % 2:  # one channel twice, with zeros for weights
-            self._outliers, outlier_weights = torch.cat((outliers, outliers[:1])), pad(outlier_weights, (0, 1))
         if wider:
             weights = [pad(weight, (0, wider)) for weight in weights if isinstance(weight, Tensor)]
         self._ordinary_mask = pad(_ordinary_mask(self._given, outliers), (0, wider))
-        self._quantize(weights)
+        outlier_weights = self._quantize(weights).to(self._outlier_dtype)
+        if self._outlier_dtype == torch.bfloat16 and len(outliers) % 2:  # one channel twice, with zeros for weights
+            self._outliers, outlier_weights = torch.cat((outliers, outliers[:1])), pad(outlier_weights, (0, 1))
         self._blocks = len(self.weights)
         self._bias, self._outlier_lines = pad(bias.float(), (0, more)), lines([outlier_weights])
 
-    def _quantize(self, weights: Sequence[Any]) -> None:
-        """Set the weights as lines, the scales of outputs, and what the sums of integers begin with."""
-        self.weights, self.scales, sums = _quantized_weights(weights, self._ordinary_mask)
+    def _quantize(self, weights: Sequence[Any]) -> Tensor:
+        """Set the weights as lines, the scales of outputs, and what the sums of integers begin with. Return the weights
+        of outliers, [o, k]."""
+        sums = torch.empty(-(-self._outputs // COLUMNS) * COLUMNS, dtype=torch.int32)
+        outlier_weights = self._quantize_all(weights, sums)
         self.zero_point = 0 if int8_tile() == "signs" else ZERO
         self._offsets = sums.mul_(-self.zero_point)
+        return outlier_weights
+
+    def _allocate(self, outputs: int, inputs: int) -> Tensor:
+        """Set and return memory for the weights, and set that for the scales of a multiple of COLUMNS outputs."""
+        self.weights = allocate_weights(outputs * inputs).view(torch.int32).view(-1, inputs // 4, COLUMNS)
+        self.scales = torch.empty(outputs)
+        return self.weights
+
+    def _quantize_all(self, weights: Sequence[Any], sums: Tensor) -> Tensor:
+        """Quantize weights, and write the sums [o] of their integers. Return the weights of outliers, [o, k]."""
+        count = len(sums)
+        self._allocate(count, weights[0].shape[1])
+        if isinstance(weights[0], Blocks):
+            outlier_weights = [torch.empty(self._outputs, len(self._outliers))]
+            rows, forms = (
+                nn.functional.pad(blocks.row_addresses(weights), (0, 0, 0, count - self._outputs)).t().contiguous()
+            )
+            self._quantize_rows(rows, 4, 0, sums, forms, outlier_weights[0])
+        else:
+            outlier_weights, done = [], 0
+            for piece in [weights] if isinstance(weights[0], Tensor) else _pieces(weights):
+                rows, owners = row_addresses(piece)
+                self._quantize_rows(rows, piece[0].element_size(), done, sums)
+                outlier_weights += [weight[:, self._outliers] for weight in piece]
+                done += len(rows)
+                del owners
+        return torch.cat(outlier_weights)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Compute the product: x [r, i] -> [r, o]."""
         return self.multiply(*self.levels(x))
+
+    def _quantize_rows(
+        self, rows: Tensor, unit: int, first: int, sums: Tensor, forms: Tensor | None = None, of: Tensor | None = None
+    ) -> None:
+        """Quantize the rows at the addresses `rows` [o] int64, whose first one is output `first`, and write their sums.
+        Each is read twice.
+
+        unit: bytes of a number. forms: [o] int64, formats of rows in blocks; None: rows are floats. of: [o, k], the
+        weights of outliers of rows in blocks, to be written.
+        """
+        inputs, items = self._inputs, len(rows) // COLUMNS
+        size = self._spare_bytes(inputs) + (0 if forms is None else blocks.SPARE + inputs * 4)
+        spare = torch.empty(torch.get_num_threads(), size, dtype=torch.uint8)
+        arguments = QuantizeWeightArguments(
+            0, 0, items, rows.data_ptr(), inputs, unit == 2, self._ordinary_mask.data_ptr(),
+            self.scales[first:].data_ptr(), sums[first:].data_ptr(), self.weights[first // COLUMNS :].data_ptr(),
+            spare.data_ptr(), size, 0 if forms is None else forms.data_ptr(), self._outliers.data_ptr(),
+            len(self._outliers), 0 if of is None else of.data_ptr(),
+        )  # fmt: skip
+        self._quantizer()(arguments, len(rows) * inputs * 2, items)
+
+    def _quantizer(self) -> CpuKernel:
+        """Return the kernel that quantizes weights."""
+        return compiled()[2]
+
+    @staticmethod
+    def _spare_bytes(inputs: int) -> int:
+        """Return how much memory a thread needs to quantize COLUMNS rows."""
+        return COLUMNS * inputs
 
     def levels(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self._levels(x, None)
@@ -239,10 +302,6 @@ class CompiledInt8:
         return out if columns == self._outputs else out[:, : self._outputs]
 
 
-def _columns(weight: Tensor | FourBit, channels: Tensor) -> Tensor:
-    return weight.columns(channels) if isinstance(weight, FourBit) else weight[:, channels]
-
-
 def _ordinary_mask(inputs: int, outliers: Tensor) -> Tensor:
     """Return [i] float32, 0 for outliers and 1 for other channels."""
     kept = torch.ones(inputs)
@@ -250,21 +309,17 @@ def _ordinary_mask(inputs: int, outliers: Tensor) -> Tensor:
     return kept
 
 
-def _quantized_weights(weights: Sequence[Tensor], kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize weights [o, i]. Return the integers as lines, their scales [o] and their sums [o] int32, filled up with
-    zeros (scales: with SMALLEST) to a multiple of COLUMNS. Each weight is read twice, row by row."""
-    rows, owners = row_addresses(weights)
-    inputs, count, threads = weights[0].shape[1], len(rows), torch.get_num_threads()
-    made = allocate_weights(count * inputs).view(torch.int32).view(-1, inputs // 4, COLUMNS)
-    scales, sums = torch.empty(count), torch.empty(count, dtype=torch.int32)
-    spare = torch.empty(threads, COLUMNS * inputs, dtype=torch.uint8)
-    arguments = QuantizeWeightArguments(
-        0, 0, len(made), rows.data_ptr(), inputs, weights[0].element_size() == 2, kept.data_ptr(), scales.data_ptr(),
-        sums.data_ptr(), made.data_ptr(), spare.data_ptr(), spare.stride(0),
-    )  # fmt: skip
-    compiled()[2](arguments, made.numel() * 8, len(made))
-    del owners
-    return made, scales, sums
+def _pieces(weights: Sequence[QuantizedWeight]) -> Iterator[list[Tensor]]:
+    """Yield the rows of stored weights in float32, a multiple of COLUMNS at a time, in pieces of one weight each."""
+    step = max(1, AT_ONCE // weights[0].shape[1] // COLUMNS) * COLUMNS
+    for first in range(0, sum(map(len, weights)), step):
+        begin, piece = 0, list[Tensor]()
+        for weight in weights:
+            rows = slice(max(first - begin, 0), max(first + step - begin, 0))
+            if range(len(weight))[rows]:
+                piece.append(weight.dequantize(rows))
+            begin += len(weight)
+        yield piece
 
 
 class Int8Product:
@@ -285,7 +340,7 @@ class Int8Product:
         linear: Linear,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """weights: [o, i] of each layer, tensors of one dtype or FourBits. biases: [o] or None of each. outliers: [k],
+        """weights: [o, i] of each layer, tensors of one dtype or Stored. biases: [o] or None of each. outliers: [k],
         ascending. backend: computes the product. linear: packs weights that are not quantized, or returns None.
         dtype: of inputs and results, where it is not that of the weights; CompiledInt8 alone takes it."""
         self.parts = [len(weight) for weight in weights]

@@ -8,14 +8,14 @@ from __future__ import annotations
 import mmap
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dsbd_cli.errors import ModelError, one_line, shorten
-from dsbd_cli.models.checkpoints.gguf.header import PLAIN, GgufTensor, Header, read_header
+from dsbd_cli.models.checkpoints.gguf.header import FOUR_BITS, PLAIN, GgufTensor, Header, read_header
 from dsbd_cli.models.checkpoints.gguf.parts import gguf_parts
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ class GgufFile:
         metadata: values by key, of the first part. Arrays are lists of str, or arrays of numbers.
         types: for each key the type of its value: (number,), or (ARRAY, number of the items' type).
         tensors: by their names in GGUF, of all parts, in order.
+        maps: [size] uint8, the bytes of each file that has been read from.
     """
 
     name: str
@@ -42,6 +43,7 @@ class GgufFile:
     metadata: dict[str, Any]
     types: dict[str, tuple[int, ...]]
     tensors: dict[str, GgufTensor]
+    maps: dict[Path, Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def open(cls, path: Path, name: str) -> GgufFile:
@@ -74,14 +76,17 @@ class GgufFile:
         not change. Raises ModelError where the file has gone or has shrunk."""
         import torch
 
-        start = tensor.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-        try:
-            with tensor.file.open("rb") as stream:
-                end = tensor.offset + tensor.size
-                data = mmap.mmap(stream.fileno(), end - start, access=mmap.ACCESS_COPY, offset=start)
-        except (OSError, ValueError) as error:
-            raise ModelError(f"{self.name}: {tensor.file.name} cannot be read: {one_line(error)}") from error
-        return torch.frombuffer(data, dtype=torch.uint8, count=tensor.size, offset=tensor.offset - start)
+        if tensor.file not in self.maps:
+            try:
+                with tensor.file.open("rb") as stream:
+                    data = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+            except (OSError, ValueError) as error:
+                raise ModelError(f"{self.name}: {tensor.file.name} cannot be read: {one_line(error)}") from error
+            self.maps[tensor.file] = torch.frombuffer(data, dtype=torch.uint8)
+        whole, end = self.maps[tensor.file], tensor.offset + tensor.size
+        if end > len(whole):
+            raise ModelError(f"{self.name}: {tensor.file.name} cannot be read: it has shrunk to {len(whole)} bytes")
+        return whole[tensor.offset : end]
 
     def read(self, name: str) -> Tensor | QuantizedWeight:
         """Return a tensor by its name in GGUF.
@@ -118,6 +123,20 @@ class GgufFile:
             sizes[tensor.kind] += prod(tensor.shape) if len(tensor.shape) > 1 else 0
         kind = max(sizes, key=lambda kind: sizes[kind], default="F32")
         return None if kind in PLAIN else f"gguf-{kind.lower()}"
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of the products that are packed from blocks, at least: four bits and two factors of a group, or int8.
+        An embedding table stays in the file; 0 where the weights are plain."""
+        if self.form is None:
+            return 0
+        table = {"token_embd.weight"} if "output.weight" in self.tensors else set[str]()
+        sizes = [
+            prod(tensor.shape) * (5 if tensor.kind in FOUR_BITS else 8) // 8
+            for tensor in self.tensors.values()
+            if len(tensor.shape) == 2 and tensor.kind not in PLAIN and tensor.name not in table
+        ]
+        return sum(sizes)
 
     def reads(self, family: str) -> bool:
         """Return whether `decoder_tensors` has all tensors of a model of this transformers family."""

@@ -10,18 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from dsbd_cli.errors import ModelError
 from dsbd_cli.models.checkpoints.gguf.header import BLOCKS
-from dsbd_cli.ops.quantized_weight import GROUP, FourBit, QuantizedWeight
+from dsbd_cli.ops.cpu.blocks import LARGEST_E8M0
+from dsbd_cli.ops.quantized_weight import GROUP, Blocks, FourBit, QuantizedWeight
+from dsbd_cli.ops.select import unpacked_blocks
 
 CHUNK = 1 << 17  # numbers that are unpacked at once, so that what lies between fits a cache
 LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # of IQ4_NL and IQ4_XS
 DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the values of E2M1
-LARGEST_E8M0 = 251  # 24 times half of the next power is infinite in float32; the last one means NaN
 
 _IQ4 = torch.tensor(LEVELS, dtype=torch.float32)
 _IQ4_TABLE = torch.tensor([level + 128 for level in LEVELS], dtype=torch.uint8)
@@ -64,11 +66,25 @@ class GgufWeight(QuantizedWeight):
         self.kind, self._origin, self._data, self._rows = kind, origin, data, rows
 
     def dequantize(self, rows: Tensor | slice = slice(None)) -> Tensor:
+        values = unpacked_blocks(self.blocks().take(rows))
+        return self.dequantize_by_torch(rows) if values is None else values
+
+    def dequantize_by_torch(self, rows: Tensor | slice = slice(None)) -> Tensor:
+        """Do what `dequantize` does, by operators of torch alone."""
         data = self._packed(rows)
         values = torch.empty(len(data), self.shape[1], dtype=torch.float32)
         for part, blocks in self._chunks(data):
             FORMATS[self.kind].unpack(blocks, values.view(-1, self._numbers)[part])
         return values
+
+    @cached_property
+    def _blocks(self) -> Blocks:
+        data = self._data if self._data.stride(1) == 1 else self._data.contiguous()
+        addresses = torch.arange(len(data)) * data.stride(0) + data.data_ptr()
+        return Blocks(self.kind, addresses if self._rows is None else addresses[self._rows], self.shape[1], data)
+
+    def blocks(self) -> Blocks:
+        return self._blocks
 
     def fourbit(self) -> FourBit | None:
         layout = FORMATS[self.kind]

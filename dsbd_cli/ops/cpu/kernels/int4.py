@@ -4,8 +4,8 @@ A block of COLUMNS outputs is stored group by group. A group of GROUP inputs has
 holds the inputs 8 l .. 8 l + 7 of its column: the first four in the lower halves of its bytes, the others in the upper
 halves. Scales and offsets of the columns follow, in float16.
 
-A product multiplies levels by the integers of x, exactly, or the bytes of a table that stand in their place. Then it
-adds scale * sum and offset * (sum of x) to a float32
+A product multiplies levels by the integers of x, exactly, or the bytes of a table that stand in their place. Each
+group of x has a step of its own. Scale times (sum * step) and offset times (sum of x * step) are added to a float32
 sum, group by group from the first to the last. So the bits of a row do not depend on the other rows, on the threads or
 on the processor.
 
@@ -15,13 +15,24 @@ Addresses are int64. Nothing checks them here; int4.py does.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 from llvmlite import ir
 from numba import njit, types
 
-from dsbd_cli.ops.cpu.int4 import GROUP_BYTES, LAYOUT, MOST_LEVEL, SHRINKS
+from dsbd_cli.ops.cpu.blocks import MOST, SPARE
+from dsbd_cli.ops.cpu.int4 import GROUP_BYTES, LAYOUT, MOST_LEVEL, PACK_BLOCKS, SHRINKS
 from dsbd_cli.ops.cpu.int8 import SMALLEST
+from dsbd_cli.ops.cpu.kernels.blocks import (
+    BLOCK_OFFSETS,
+    BLOCK_SCALES,
+    BLOCK_TABLE,
+    NUMBERS,
+    SHIFT,
+    SIZE,
+    unpack_levels,
+    unpack_scales,
+)
 from dsbd_cli.ops.cpu.kernels.compiler import KernelCompiler
 from dsbd_cli.ops.cpu.kernels.int8 import (
     LEVELS,
@@ -70,6 +81,7 @@ from dsbd_cli.ops.cpu.kernels.simd import (
     fma,
     get_f32,
     get_i64,
+    get_u8,
     halves,
     larger,
     load_f32,
@@ -80,6 +92,8 @@ from dsbd_cli.ops.cpu.kernels.simd import (
     pointer,
     prefetch,
     product,
+    put_f32,
+    put_i32,
     smaller,
     splat,
     splatted,
@@ -94,11 +108,15 @@ from dsbd_cli.ops.quantized_weight import GROUP
 compiled = KernelCompiler("int4 layers", seconds=3, layout=LAYOUT)
 
 LINES = GROUP // 8  # of a group
-SCALES_AT, OFFSETS_AT = LINES * LINE, LINES * LINE + 2 * COLUMNS
+Numbers = Literal["levels", "table", "bytes"]  # of weights: u4, the bytes of a table that u4 stand for, bytes
 MOST_ROWS = 4  # of a tile
+PAIR = 2 * WORD  # of a group of x: the sum of its integers times its step, and the step
 HALVES, VECTOR_BYTES = ir.VectorType(ir.HalfType(), LANES), LANES * WORD
 HALF = ir.VectorType(I32, LANES // 2)
 BYTES, SHORTS = ir.VectorType(ir.IntType(8), 2 * LANES), ir.VectorType(ir.IntType(16), LANES)
+# `at` is the address of an int4.PackBlocksArguments, whose fields have these offsets.
+(B_TAKEN, B_THREADS, B_ITEMS, B_ROWS, B_INPUTS, B_SCALES, B_OUT, B_SPARE, B_SPARE_BYTES, B_OUTLIERS, B_OUTLIER_COUNT,
+ B_OUTLIER_WEIGHTS) = PACK_BLOCKS  # fmt: skip
 KIND = "dpbusd" if int8_tile() == "amx" else int8_tile() or "signs"
 
 
@@ -165,17 +183,24 @@ def _fence(builder: Any) -> None:
     builder.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], True)
 
 
+def group_bytes(numbers: Numbers) -> int:
+    """Return the bytes of a group of COLUMNS outputs."""
+    return COLUMNS * GROUP + 4 * COLUMNS if numbers == "bytes" else GROUP_BYTES
+
+
 def _columns(rows: int) -> int:
     """Return how many columns a tile of so many rows works on: as many as the registers have room for."""
     return COLUMNS if WIDE or rows == 1 else 2 * LANES if rows == 2 else LANES
 
 
-def _tile(rows: int, has_table: bool) -> Any:
+def _tile(rows: int, numbers: Numbers) -> Any:
     """Return an operation that adds the products of rows of x, `x_row` bytes apart, with `groups` groups of weights to
     float32 sums [rows, COLUMNS], in `_columns` of them from `first` on. x_sums: of groups of x, `x_sums_row` bytes
     apart. table: address of the table of levels. later: where it prefetches as many bytes as it reads."""
-    vectors = _columns(rows) // LANES
-    share = GROUP_BYTES * vectors * LANES // COLUMNS
+    vectors, has_table, whole = _columns(rows) // LANES, numbers == "table", numbers == "bytes"
+    lines = GROUP // 4 if whole else LINES
+    scales_at, size = lines * LINE, group_bytes(numbers)
+    share = size * vectors * LANES // COLUMNS
 
     def build(
         builder: Any, x: Any, x_row: Any, x_sums: Any, x_sums_row: Any, table: Any, weights: Any, groups: Any,
@@ -184,9 +209,9 @@ def _tile(rows: int, has_table: bool) -> Any:
         def at(base: Any, number: Any, size: int) -> Any:
             return builder.add(base, builder.mul(number, ir.Constant(I64, size)))
 
-        numbers = [ir.Constant(I64, r) for r in range(rows)]
-        rows_of_x = [builder.add(x, builder.mul(x_row, r)) for r in numbers]
-        sums_of_x = [builder.add(x_sums, builder.mul(x_sums_row, r)) for r in numbers]
+        places = [ir.Constant(I64, r) for r in range(rows)]
+        rows_of_x = [builder.add(x, builder.mul(x_row, r)) for r in places]
+        sums_of_x = [builder.add(x_sums, builder.mul(x_sums_row, r)) for r in places]
         results = [[_plus(builder, at(sums, first, WORD), r * LINE + v * VECTOR_BYTES) for v in range(vectors)]
                    for r in range(rows)]  # fmt: skip
         if has_table:
@@ -196,38 +221,44 @@ def _tile(rows: int, has_table: bool) -> Any:
         builder.branch(loop)
         builder.position_at_end(loop)
         group = builder.phi(I64)
-        base = at(weights, group, GROUP_BYTES)
-        words, factors = at(base, first, WORD), at(_plus(builder, base, SCALES_AT), first, 2)
+        base = at(weights, group, size)
+        words, factors = at(base, first, WORD), at(_plus(builder, base, scales_at), first, 2)
         if vectors * LANES < COLUMNS:
             for distance in range(0, share, CACHE_LINE):
                 prefetch(builder, _plus(builder, at(later, group, share), distance), cache=2)
         elif AHEAD:
-            for distance in range(AHEAD, AHEAD + GROUP_BYTES, CACHE_LINE):
+            for distance in range(AHEAD, AHEAD + size, CACHE_LINE):
                 prefetch(builder, _plus(builder, base, distance))
         low, shift = (ir.Constant(WHOLES, [number] * LANES) for number in (0x0F0F0F0F, 4))
-        products = [[_Sums(builder, has_table) for _ in range(vectors)] for _ in range(rows)]
-        for line in range(LINES):
+        products = [[_Sums(builder, numbers != "levels") for _ in range(vectors)] for _ in range(rows)]
+        for line in range(lines):
             sides = []
             for v in range(vectors):
                 word = loaded(builder, _plus(builder, words, line * LINE + v * VECTOR_BYTES), WHOLES, CACHE_LINE)
-                levels = builder.and_(word, low), builder.and_(builder.lshr(word, shift), low)
+                levels = (word,) if whole else (builder.and_(word, low), builder.and_(builder.lshr(word, shift), low))
                 sides.append([_looked_up(builder, table, half) for half in levels] if has_table else levels)
             for row, row_products in zip(rows_of_x, products, strict=True):
-                quads = _plus(builder, at(row, group, GROUP), line * 2 * WORD)
-                for half in range(2):
+                quads = _plus(builder, at(row, group, GROUP), line * len(levels) * WORD)
+                for half in range(len(levels)):
                     quad = splatted(builder, loaded(builder, _plus(builder, quads, half * WORD), I32, 1), WHOLES)
                     for side, part in zip(sides, row_products, strict=True):
                         part.multiply(side[half], quad)
-        of_x = [splatted(builder, loaded(builder, at(row, group, WORD), F32, WORD)) for row in sums_of_x]
+        of_x, steps = (
+            [
+                splatted(builder, loaded(builder, _plus(builder, at(row, group, PAIR), far), F32, WORD))
+                for row in sums_of_x
+            ]
+            for far in (0, WORD)
+        )
         for v in range(vectors):
             _fence(builder)
             scale, offset = (
                 builder.fpext(loaded(builder, _plus(builder, factors, far + v * LANES * 2), HALVES, 2), VECTOR)
-                for far in (0, OFFSETS_AT - SCALES_AT)
+                for far in (0, 2 * COLUMNS)
             )
             for r in range(rows):
                 value = loaded(builder, results[r][v], VECTOR, WORD)
-                for factor, number in ((scale, products[r][v].floats()), (offset, of_x[r])):
+                for factor, number in ((scale, builder.fmul(products[r][v].floats(), steps[r])), (offset, of_x[r])):
                     value = called(builder, INSTRUCTIONS["float32"], VECTOR, factor, number, value)
                 builder.store(value, pointer(builder, results[r][v], VECTOR), align=WORD)
         following = _plus(builder, group, 1)
@@ -239,13 +270,13 @@ def _tile(rows: int, has_table: bool) -> Any:
     return operation(types.void, *(types.int64,) * 10)(build)
 
 
-def _strips(rows: int, has_table: bool) -> Any:
+def _strips(rows: int, numbers: Numbers) -> Any:
     """Return a function of numba that multiplies so many rows by whole groups, one strip of columns after another."""
-    multiply, columns = _tile(rows, has_table), _columns(rows)
-    share = GROUP_BYTES * columns // COLUMNS
+    multiply, columns, size = _tile(rows, numbers), _columns(rows), group_bytes(numbers)
+    share = size * columns // COLUMNS
 
     def strips(x, x_row, x_sums, x_sums_row, table, weights, groups, sums):
-        later = weights + groups * GROUP_BYTES
+        later = weights + groups * size
         for first in range(0, COLUMNS, columns):
             multiply(x, x_row, x_sums, x_sums_row, table, weights, groups, sums, first, later)
             later += groups * share
@@ -253,38 +284,39 @@ def _strips(rows: int, has_table: bool) -> Any:
     return njit(error_model="numpy")(strips)
 
 
-def _adding_up(has_table: bool) -> Any:
+def adding_up(numbers: Numbers) -> Any:
     """Return a function of numba that computes the sums [count, COLUMNS] of a block of outputs, float32."""
-    one, two, three, four = (_strips(rows, has_table) for rows in range(1, MOST_ROWS + 1))
+    one, two, three, four = (_strips(rows, numbers) for rows in range(1, MOST_ROWS + 1))
+    size = group_bytes(numbers)
 
     def add_up(at, block, first, count, sums):
         groups, x_row, table = get_i64(at + QUADS), get_i64(at + LEVELS_ROW), get_i64(at + TABLE)
         for r in range(count):
             clear_line(sums + r * LINE)
-        weights, done = get_i64(at + WEIGHTS) + block * groups * GROUP_BYTES, types.int64(0)
+        weights, done = get_i64(at + WEIGHTS) + block * groups * size, types.int64(0)
         tiles = (count + MOST_ROWS - 1) // MOST_ROWS
         while done < groups:
-            steps, here = min(get_i64(at + PIECE), groups - done), weights + done * GROUP_BYTES
+            steps, here = min(get_i64(at + PIECE), groups - done), weights + done * size
             for number in range(tiles):
                 low = number * count // tiles
                 rows = (number + 1) * count // tiles - low
                 x = get_i64(at + LEVELS) + (first + low) * x_row + done * GROUP
-                x_sums = get_i64(at + OFFSETS) + ((first + low) * groups + done) * WORD
+                x_sums = get_i64(at + OFFSETS) + ((first + low) * groups + done) * PAIR
                 out = sums + low * LINE
                 if rows == 4:
-                    four(x, x_row, x_sums, groups * WORD, table, here, steps, out)
+                    four(x, x_row, x_sums, groups * PAIR, table, here, steps, out)
                 elif rows == 3:
-                    three(x, x_row, x_sums, groups * WORD, table, here, steps, out)
+                    three(x, x_row, x_sums, groups * PAIR, table, here, steps, out)
                 elif rows == 2:
-                    two(x, x_row, x_sums, groups * WORD, table, here, steps, out)
+                    two(x, x_row, x_sums, groups * PAIR, table, here, steps, out)
                 else:
-                    one(x, x_row, x_sums, groups * WORD, table, here, steps, out)
+                    one(x, x_row, x_sums, groups * PAIR, table, here, steps, out)
             done += steps
 
     return njit(error_model="numpy")(add_up)
 
 
-add_up, add_up_by_table = _adding_up(False), _adding_up(True)
+add_up, add_up_by_table = adding_up("levels"), adding_up("table")
 finish = finishing(load_f32)
 
 
@@ -429,6 +461,28 @@ def store_levels(tile, ranges, out):
         )
 
 
+@njit(error_model="numpy")
+def store_factors(factors, groups, out, scales, size):
+    """Store the largest factor of each of COLUMNS outputs, and over it their scales and offsets in float16.
+
+    factors: [groups, 2, COLUMNS] float32. out: the groups, of `size` bytes, at whose ends scales and offsets are.
+    """
+    for strip in range(0, LINE, VECTOR_BYTES):
+        most, nan_sum = splat(types.float32(SMALLEST)), splat(types.float32(0))
+        for group in range(groups):
+            of_group = factors + group * 2 * LINE + strip
+            scale, offset = load_f32(of_group), load_f32(of_group + LINE)
+            nan_sum = fma(add(scale, offset), splat(types.float32(0)), nan_sum)
+            least = mul(magnitude(offset), splat(types.float32(1 / MOST_LEVEL)))
+            most = larger(magnitude(scale), larger(least, most))
+        most = add(most, nan_sum)  # NaN if a number is NaN or infinite
+        store_f32(scales + strip, most)
+        for group in range(groups):
+            of_group, end = factors + group * 2 * LINE + strip, out + (group + 1) * size + strip // 2
+            store_f16(end - 4 * COLUMNS, divide(load_f32(of_group), most))
+            store_f16(end - 2 * COLUMNS, divide(load_f32(of_group + LINE), most))
+
+
 @compiled.addressed
 def quantize_weights(at):
     """Quantize weights, a block of COLUMNS rows at a time, and pack them as groups."""
@@ -446,16 +500,85 @@ def quantize_weights(at):
         pack_lines(get_i64(at + W_ROWS) + block * COLUMNS * 8, steps, lines)
         out, scales = get_i64(at + W_OUT) + block * groups * GROUP_BYTES, get_i64(at + W_SCALES) + block * LINE
         for strip in range(0, LINE, VECTOR_BYTES):
-            most = splat(types.float32(SMALLEST))
             for group in range(groups):
-                of_group = factors + group * 2 * LINE + strip
                 load_tile(lines + strip, group, narrow, kept, tile)
-                fit(tile, of_group, ranges)
+                fit(tile, factors + group * 2 * LINE + strip, ranges)
                 store_levels(tile, ranges, out + group * GROUP_BYTES + strip)
-                offset = mul(magnitude(load_f32(of_group + LINE)), splat(types.float32(1 / MOST_LEVEL)))
-                most = larger(magnitude(load_f32(of_group)), larger(offset, most))
-            store_f32(scales + strip, most)
-            for group in range(groups):
-                of_group, to = factors + group * 2 * LINE + strip, out + group * GROUP_BYTES + strip // 2
-                store_f16(to + SCALES_AT, divide(load_f32(of_group), most))
-                store_f16(to + OFFSETS_AT, divide(load_f32(of_group + LINE), most))
+        store_factors(factors, groups, out, scales, GROUP_BYTES)
+
+
+@operation(types.void, types.int64, types.int64)
+def store_group(builder: Any, levels: Any, out: Any) -> None:
+    """Store the levels of a group of one output, bytes, as a word in each line."""
+    whole = loaded(builder, levels, HALF, 1)
+    sides = [builder.shuffle_vector(whole, whole, ir.Constant(ir.VectorType(I32, LINES), [*range(side, GROUP // 4, 2)]))
+             for side in range(2)]  # fmt: skip
+    words = builder.or_(sides[0], builder.shl(sides[1], ir.Constant(sides[1].type, [4] * LINES)))
+    for line in range(LINES):
+        word = builder.extract_element(words, ir.Constant(I32, line))
+        builder.store(word, pointer(builder, _plus(builder, out, line * LINE), I32), align=WORD)
+
+
+@njit(error_model="numpy")
+def pack_levels(block, form, first, column, spare, factors, out):
+    """Pack a block of a row, whose numbers begin with input `first`. Its levels stay at `spare`."""
+    unpack_levels(block, form, spare)
+    unpack_scales(block, form, spare + BLOCK_SCALES, spare + BLOCK_OFFSETS)
+    shift, group = types.float32(get_i64(form + SHIFT)), first // GROUP
+    for k in range(get_i64(form + NUMBERS) // GROUP):
+        store_group(spare + k * GROUP, out + (group + k) * GROUP_BYTES + column * WORD)
+        at = factors + (group + k) * 2 * LINE + column * WORD
+        scale, offset = get_f32(spare + BLOCK_SCALES + k * WORD), get_f32(spare + BLOCK_OFFSETS + k * WORD)
+        put_f32(at, scale)
+        put_f32(at + LINE, scale * -shift if shift else offset)
+
+
+@njit(error_model="numpy")
+def clear_column(column, groups, factors, out):
+    """Write zeros, where there are no outputs any more."""
+    for group in range(groups):
+        for line in range(LINES):
+            put_i32(out + group * GROUP_BYTES + line * LINE + column * WORD, 0)
+        for line in range(2):
+            put_f32(factors + (2 * group + line) * LINE + column * WORD, types.float32(0))
+
+
+@compiled.addressed
+def pack_blocks(at):
+    """Pack rows of blocks of GGUF files, COLUMNS rows at a time, as groups, and write the weights of outliers."""
+    inputs, count, outliers = get_i64(at + B_INPUTS), get_i64(at + B_OUTLIER_COUNT), get_i64(at + B_OUTLIERS)
+    groups = inputs // GROUP
+    spare = get_i64(at + B_SPARE) + take(at + B_THREADS) * get_i64(at + B_SPARE_BYTES)
+    factors = spare + SPARE
+    while True:
+        item = take(at + B_TAKEN)
+        if item >= get_i64(at + B_ITEMS):
+            return
+        out, scales = get_i64(at + B_OUT) + item * groups * GROUP_BYTES, get_i64(at + B_SCALES) + item * LINE
+        done = taken = types.int64(0)
+        while done < inputs:  # some inputs of all rows at a time, whose groups the first cache holds
+            end, passed = min(done + MOST, inputs), taken
+            for column in range(COLUMNS):
+                row = item * COLUMNS + column
+                address, form = get_i64(get_i64(at + B_ROWS) + row * 16), get_i64(get_i64(at + B_ROWS) + row * 16 + 8)
+                if address == 0:
+                    if done == 0:
+                        clear_column(column, groups, factors, out)
+                    continue
+                passed = taken
+                block = address + done // get_i64(form + NUMBERS) * get_i64(form + SIZE)
+                for first in range(done, end, get_i64(form + NUMBERS)):
+                    pack_levels(block, form, first, column, spare, factors, out)
+                    block += get_i64(form + SIZE)
+                    last = first + get_i64(form + NUMBERS)
+                    while passed < count and get_i64(outliers + passed * 8) < last:
+                        number = get_i64(outliers + passed * 8)
+                        level = get_u8(spare + number - first)
+                        if get_i64(form + BLOCK_TABLE):
+                            level = get_u8(get_i64(form + BLOCK_TABLE) + level)
+                        factor = factors + number // GROUP * 2 * LINE + column * WORD
+                        value = get_f32(factor) * types.float32(level) + get_f32(factor + LINE)
+                        put_f32(get_i64(at + B_OUTLIER_WEIGHTS) + (row * count + passed) * WORD, value)
+                        passed += 1
+            done, taken = end, passed
+        store_factors(factors, groups, out, scales, GROUP_BYTES)

@@ -15,9 +15,11 @@ from typing import Any
 from llvmlite import ir
 from numba import njit, types
 
+from dsbd_cli.ops.cpu.blocks import SPARE
 from dsbd_cli.ops.cpu.int8 import LAYOUT, MULTIPLY, QUANTIZE_ROWS, QUANTIZE_WEIGHTS, SMALLEST, ZERO
 from dsbd_cli.ops.cpu.int8 import LEVELS as MOST
 from dsbd_cli.ops.cpu.kernels.amx import matrix_tile
+from dsbd_cli.ops.cpu.kernels.blocks import unpack_row
 from dsbd_cli.ops.cpu.kernels.compiler import KernelCompiler
 from dsbd_cli.ops.cpu.kernels.simd import (
     CHUNK,
@@ -73,7 +75,7 @@ compiled = KernelCompiler("int8 layers", seconds=3, layout=LAYOUT)
 (LEVELS, LEVELS_ROW, WEIGHTS, QUADS, PIECE, OFFSETS, SCALES, STEPS, OUTLIER_X, OUTLIER_WEIGHTS, OUTLIER_WORDS, BIAS,
  OUT, OUT_ROW, NARROW, TABLE) = MULTIPLY[len(PRODUCT) :]  # fmt: skip
 (W_TAKEN, W_THREADS, W_ITEMS, W_ROWS, W_INPUTS, W_NARROW, W_KEPT, W_SCALES, W_SUMS, W_OUT, W_SPARE,
- W_SPARE_BYTES) = QUANTIZE_WEIGHTS  # fmt: skip
+ W_SPARE_BYTES, W_FORMS, W_OUTLIERS, W_OUTLIER_COUNT, W_OUTLIER_WEIGHTS) = QUANTIZE_WEIGHTS  # fmt: skip
 whole_tile = matrix_tile("int8") if int8_tile() == "amx" else tile(int8_tile() or "signs")
 # outliers of bfloat16 lie in pairs, and are widened, which gives the same bits on all processors
 float_tile, pair_tile = tile("float32"), tile("widened")
@@ -104,12 +106,36 @@ def whole_part(builder: Any, value: Any) -> Any:
     return builder.sitofp(builder.fptosi(value, WHOLES), VECTOR)
 
 
+@njit(error_model="numpy")
+def quantize_inputs(x, narrow, kept, inputs, zero, levels):
+    """Quantize inputs of a row with one step. Return the step and the sum of the integers."""
+    unit = types.int64(2) if narrow else types.int64(WORD)
+    half, shift = splat(types.float32(ZERO + 0.5)), splat(types.float32(ZERO - zero))
+    largest_magnitude = nan_sum = summed = splat(types.float32(0))
+    i = types.int64(0)
+    while i < inputs:
+        value = load_bf16(x + i * unit) if narrow else load_f32(x + i * unit)
+        # NaN and infinity times 0 are NaN, which makes the whole row NaN
+        nan_sum = fma(value, splat(types.float32(0)), nan_sum)
+        largest_magnitude = larger(magnitude(mul(value, load_f32(kept + i * WORD))), largest_magnitude)
+        i += LANES
+    step = max(largest(largest_magnitude) / types.float32(MOST), types.float32(SMALLEST))
+    step += total(nan_sum)
+    wide, i = splat(step), types.int64(0)
+    while i < inputs:
+        value = load_bf16(x + i * unit) if narrow else load_f32(x + i * unit)
+        level = whole_part(add(divide(mul(value, load_f32(kept + i * WORD)), wide), half))
+        store_bytes(levels + i, sub(level, shift))
+        summed = add(summed, level)
+        i += LANES
+    return step, total(summed) - types.float32(inputs * ZERO)
+
+
 @compiled.addressed
 def quantize_rows(at):
     """Quantize rows, and write their outliers. Zeros must fill up the inputs to a multiple of LANES."""
-    inputs, narrow = get_i64(at + R_INPUTS), get_i64(at + R_NARROW)
-    kept, unit = get_i64(at + R_KEPT), types.int64(2) if narrow else types.int64(WORD)
-    half, zero = splat(types.float32(ZERO + 0.5)), splat(types.float32(ZERO - get_i64(at + R_ZERO)))
+    inputs, narrow, kept = get_i64(at + R_INPUTS), get_i64(at + R_NARROW), get_i64(at + R_KEPT)
+    unit, zero = types.int64(2) if narrow else types.int64(WORD), get_i64(at + R_ZERO)
     while True:
         item = take(at + R_TAKEN)
         if item >= get_i64(at + R_ITEMS):
@@ -117,31 +143,20 @@ def quantize_rows(at):
         share = get_i64(at + R_SHARE)
         for row in range(item * share, min((item + 1) * share, get_i64(at + R_ROWS))):
             x = get_i64(at + R_X) + row * get_i64(at + R_X_ROW)
-            largest_magnitude = nan_sum = splat(types.float32(0))
-            i = types.int64(0)
-            while i < inputs:
-                value = load_bf16(x + i * unit) if narrow else load_f32(x + i * unit)
-                # NaN and infinity times 0 are NaN, which makes the whole row NaN
-                nan_sum = fma(value, splat(types.float32(0)), nan_sum)
-                largest_magnitude = larger(magnitude(mul(value, load_f32(kept + i * WORD))), largest_magnitude)
-                i += LANES
-            step = max(largest(largest_magnitude) / types.float32(MOST), types.float32(SMALLEST))
-            step += total(nan_sum)
+            levels = get_i64(at + R_LEVELS) + row * get_i64(at + R_LEVELS_ROW)
+            groups, step = inputs // GROUP, types.float32(1)
+            if get_i64(at + R_SUMS) == 0:
+                step, _ = quantize_inputs(x, narrow, kept, inputs, zero, levels)
+                groups = types.int64(0)
+            for group in range(groups):
+                first = group * GROUP
+                own, summed = quantize_inputs(
+                    x + first * unit, narrow, kept + first * WORD, GROUP, zero, levels + first
+                )
+                pair = get_i64(at + R_SUMS) + (row * groups + group) * 2 * WORD
+                put_f32(pair, summed * own)
+                put_f32(pair + WORD, own)
             put_f32(get_i64(at + R_STEPS) + row * WORD, step)
-            levels, wide = get_i64(at + R_LEVELS) + row * get_i64(at + R_LEVELS_ROW), splat(step)
-            sums, summed = get_i64(at + R_SUMS), splat(types.float32(0))
-            i = types.int64(0)
-            while i < inputs:
-                value = load_bf16(x + i * unit) if narrow else load_f32(x + i * unit)
-                level = whole_part(add(divide(mul(value, load_f32(kept + i * WORD)), wide), half))
-                store_bytes(levels + i, sub(level, zero))
-                i += LANES
-                if sums != 0:
-                    summed = add(summed, level)
-                    if i % GROUP == 0:
-                        group = row * (inputs // GROUP) + i // GROUP - 1
-                        put_f32(sums + group * WORD, total(summed) - types.float32(GROUP * ZERO))
-                        summed = splat(types.float32(0))
             outlier_x = get_i64(at + R_OUTLIER_X) + row * get_i64(at + R_OUTLIER_ROW)
             for j in range(get_i64(at + R_OUTLIER_COUNT)):
                 address = x + get_i64(get_i64(at + R_OUTLIERS) + j * 8) * unit
@@ -226,12 +241,14 @@ def quantize_weight_row(row, inputs, narrow, kept, target, scale_at, sum_at):
     """Quantize a row of weights to integers in -127 .. 127, rounded half to even. Write its scale and their sum."""
     unit = types.int64(2) if narrow else types.int64(WORD)
     largest_magnitude, i = splat(types.float32(0)), types.int64(0)
+    nan_sum = largest_magnitude
     while row != 0 and i < inputs:
         value = load_bf16(row + i * unit) if narrow else load_f32(row + i * unit)
         largest_magnitude = larger(magnitude(mul(value, load_f32(kept + i * WORD))), largest_magnitude)
+        nan_sum = fma(value, splat(types.float32(0)), nan_sum)
         i += LANES
     scale = max(largest(largest_magnitude) / types.float32(MOST), types.float32(SMALLEST))
-    put_f32(scale_at, scale)
+    put_f32(scale_at, scale + total(nan_sum))  # NaN if a weight is NaN or infinite
     wide, nearest = splat(scale), splat(types.float32(ROUND))
     summed, i = splat(types.float32(0)), types.int64(0)
     while i < inputs:
@@ -245,10 +262,26 @@ def quantize_weight_row(row, inputs, narrow, kept, target, scale_at, sum_at):
     put_i32(sum_at, types.int64(total(summed)))
 
 
+@njit(error_model="numpy")
+def unpacked(at, number, row, spare):
+    """Return a row in float32, which is unpacked if it is in blocks of a GGUF file. Then the weights of its outliers
+    are written."""
+    forms, count = get_i64(at + W_FORMS), get_i64(at + W_OUTLIER_COUNT)
+    if forms == 0 or row == 0:
+        return row
+    out = spare + SPARE
+    unpack_row(row, get_i64(forms + number * 8), get_i64(at + W_INPUTS), spare, out)
+    for j in range(count):
+        value = get_f32(out + get_i64(get_i64(at + W_OUTLIERS) + j * 8) * WORD)
+        put_f32(get_i64(at + W_OUTLIER_WEIGHTS) + (number * count + j) * WORD, value)
+    return out
+
+
 @compiled.addressed
 def quantize_weights(at):
     """Quantize weights, a block of COLUMNS rows at a time, and pack them as lines."""
     inputs, narrow, kept = get_i64(at + W_INPUTS), get_i64(at + W_NARROW), get_i64(at + W_KEPT)
+    # memory of this thread: integers of COLUMNS rows, and a row that is unpacked
     spare = get_i64(at + W_SPARE) + take(at + W_THREADS) * get_i64(at + W_SPARE_BYTES)
     while True:
         block = take(at + W_TAKEN)
@@ -257,6 +290,7 @@ def quantize_weights(at):
         for column in range(COLUMNS):
             weight_row = block * COLUMNS + column
             row, target = get_i64(get_i64(at + W_ROWS) + weight_row * 8), spare + column * inputs
+            row = unpacked(at, weight_row, row, spare + COLUMNS * inputs)
             quantize_weight_row(
                 row, inputs, narrow, kept, target, get_i64(at + W_SCALES) + weight_row * WORD,
                 get_i64(at + W_SUMS) + weight_row * WORD,
