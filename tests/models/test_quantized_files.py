@@ -22,6 +22,7 @@ from dsbd_cli.errors import ModelError, UsageError
 from dsbd_cli.models.load_model import _DecoderLoad
 from dsbd_cli.ops.cpu.int4 import CompiledInt4
 from dsbd_cli.ops.cpu.int8 import CompiledInt8
+from dsbd_cli.ops.cpu.int8_groups import CompiledInt8Groups
 from dsbd_cli.ops.select import quantize_missing
 from tests.helpers.checkpoints import save
 from tests.helpers.gguf_models import random_model
@@ -87,7 +88,7 @@ def test_it_runs_as_stored(stored: tuple[str, Path, Any], monkeypatch: pytest.Mo
     assert first.info.dtype == f"{form}+float32"
     assert first.exactness == "same-text"
     assert not first.info.notes
-    assert backends(first) == {CompiledInt8 if form == "gguf-q8_0" else CompiledInt4}
+    assert backends(first) == {CompiledInt8Groups if form == "gguf-q8_0" else CompiledInt4}
     assert 1e-4 < apart(logits(first), plain) < 0.05, "inputs are in int8"
     monkeypatch.setattr(_DecoderLoad, "_checked", None)  # what the first load has found serves the second one
     second = loaded(path)
