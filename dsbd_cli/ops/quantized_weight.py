@@ -17,6 +17,7 @@ from torch import Tensor
 
 GROUP = 32  # inputs that share a scale where products are computed in four bits
 AT_ONCE = 1 << 22  # weights that are dequantised at a time
+LARGEST_E8M0 = 251  # power of a scale; 24 times half of the next is infinite in float32; the last one means NaN
 
 
 @dataclass(frozen=True, slots=True)

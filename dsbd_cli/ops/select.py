@@ -220,9 +220,9 @@ TABLE = (
     Kernel("draft", _draft, iteration.compiled, _ITERATIONS),
     Kernel("verify", _verify, iteration.compiled, _ITERATIONS),
     Kernel("commit", _commit, iteration.compiled, _ITERATIONS),
-    Kernel("unpack", blocks, blocks.compiled, "torch unpacks the blocks of GGUF files", needs=(_X86, _TEAM)),
     Kernel("scan", scan.compiled, scan.compiled, "torch computes recurrent layers"),
 )  # fmt: skip
+_UNPACK = Kernel("unpack", blocks, blocks.compiled, "torch unpacks the blocks of GGUF files", needs=(_X86, _TEAM))
 _unloadable = functools.cache(unloadable)
 
 
@@ -330,8 +330,7 @@ def _sources(weights: Sequence[QuantizedWeight]) -> tuple[Sequence[Any], bool]:
 
 def unpacked_blocks(rows: Blocks) -> Tensor | None:
     """Return rows [o, i] float32 of a GGUF file; None where no kernel unpacks its blocks."""
-    kernel, _ = choose("unpack", torch.float32)
-    return None if kernel is None else blocks.dequantize(rows)
+    return blocks.dequantize(rows) if _missing(_UNPACK, torch.float32, frozenset()) is None else None
 
 
 def quantize_missing(weight_format: str, dtype: torch.dtype = torch.float32) -> str | None:

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.ops.cpu.runtime import CpuKernel, fields, kernels, layout, offsets
-from dsbd_cli.ops.quantized_weight import GROUP, Blocks
+from dsbd_cli.ops.quantized_weight import GROUP, LARGEST_E8M0, Blocks
 
 MOST = 256  # numbers of a block
 ROWS = 16  # that a thread unpacks at a time
-LARGEST_E8M0 = 251  # 24 times half of the next power is infinite in float32; the last one means NaN
 
 
 class Bits(NamedTuple):

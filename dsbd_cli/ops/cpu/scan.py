@@ -1,6 +1,6 @@
 """CPU kernels for recurrent layers. numba, which compiles them, is imported when they are needed.
 
-kernels/schedule.py plans a scan, kernels/scan.py computes it, and kernels/convolution.py has the short convolutions.
+kernels/schedule.py plans a scan, kernels/scan.py computes it and the short convolutions.
 """
 
 from __future__ import annotations

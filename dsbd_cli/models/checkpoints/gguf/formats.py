@@ -17,8 +17,7 @@ from torch import Tensor
 
 from dsbd_cli.errors import ModelError
 from dsbd_cli.models.checkpoints.gguf.header import BLOCKS
-from dsbd_cli.ops.cpu.blocks import LARGEST_E8M0
-from dsbd_cli.ops.quantized_weight import GROUP, Blocks, FourBit, QuantizedWeight
+from dsbd_cli.ops.quantized_weight import GROUP, LARGEST_E8M0, Blocks, FourBit, QuantizedWeight
 from dsbd_cli.ops.select import unpacked_blocks
 
 CHUNK = 1 << 17  # numbers that are unpacked at once, so that what lies between fits a cache

@@ -10,7 +10,7 @@ from typing import Any
 from llvmlite import ir
 from numba import njit, types
 
-from dsbd_cli.ops.cpu.blocks import FIELDS, LARGEST_E8M0, LAYOUT, MOST, SCALES, UNPACK
+from dsbd_cli.ops.cpu.blocks import FIELDS, LAYOUT, MOST, SCALES, UNPACK
 from dsbd_cli.ops.cpu.kernels.compiler import KernelCompiler
 from dsbd_cli.ops.cpu.kernels.simd import (
     F32,
@@ -37,6 +37,7 @@ from dsbd_cli.ops.cpu.kernels.simd import (
     sub,
     take,
 )
+from dsbd_cli.ops.quantized_weight import LARGEST_E8M0
 
 compiled = KernelCompiler("blocks of GGUF files", seconds=2, layout=LAYOUT)
 
