@@ -112,7 +112,7 @@ def convolve(x, step, plane, at, back, weight, bias, smooth, out):
     """Convolve as `scans.convolve` does, and apply silu if `smooth` is set.
 
     x: inputs of n nodes, `step` numbers apart, which are stored in plane [places, C] at the places `at` [n]. back:
-    [J - 1, n] places of the tokens before each node, the oldest first. weight: [C, J]. bias: [C], or [0] for none.
+    [J - 1, n] places of the tokens before each node, the oldest start. weight: [C, J]. bias: [C], or [0] for none.
     out: [n, C].
     """
     channels, taps = weight.shape
@@ -121,20 +121,20 @@ def convolve(x, step, plane, at, back, weight, bias, smooth, out):
         for c in range(channels):
             turned[tap, c] = weight[c, tap]
     whole, line, area = channels // _CHANNELS * _CHANNELS, channels * lanes.WORD, lanes.LANES * lanes.WORD
-    for first in range(0, whole, _NEAR):
-        count = min(_NEAR, whole - first) // _CHANNELS
+    for start in range(0, whole, _NEAR):
+        count = min(_NEAR, whole - start) // _CHANNELS
         for i in range(len(at)):
-            source = x.ctypes.data + (i * step + first) * lanes.WORD
-            target = plane.ctypes.data + at[i] * line + first * lanes.WORD
+            source = x.ctypes.data + (i * step + start) * lanes.WORD
+            target = plane.ctypes.data + at[i] * line + start * lanes.WORD
             for past in range(0, count * 4 * area, area):
                 lanes.store_f32(target + past, lanes.load_f32(source + past))
         for i in range(len(at)):
             for tap in range(taps):
                 place = back[tap, i] if tap < taps - 1 else at[i]
-                starts[tap] = plane.ctypes.data + place * line + first * lanes.WORD
+                starts[tap] = plane.ctypes.data + place * line + start * lanes.WORD
             for number in range(count):
                 past = number * 4 * area
-                factors = turned.ctypes.data + first * lanes.WORD + past
+                factors = turned.ctypes.data + start * lanes.WORD + past
                 here = starts[0] + past
                 a = lanes.mul(lanes.load_f32(here), lanes.load_f32(factors))
                 b = lanes.mul(lanes.load_f32(here + area), lanes.load_f32(factors + area))
@@ -148,13 +148,13 @@ def convolve(x, step, plane, at, back, weight, bias, smooth, out):
                     c = lanes.add(c, lanes.mul(lanes.load_f32(here + 2 * area), lanes.load_f32(factors + 2 * area)))
                     d = lanes.add(d, lanes.mul(lanes.load_f32(here + 3 * area), lanes.load_f32(factors + 3 * area)))
                 if len(bias):
-                    here = bias.ctypes.data + first * lanes.WORD + past
+                    here = bias.ctypes.data + start * lanes.WORD + past
                     a, b = lanes.add(a, lanes.load_f32(here)), lanes.add(b, lanes.load_f32(here + area))
                     c = lanes.add(c, lanes.load_f32(here + 2 * area))
                     d = lanes.add(d, lanes.load_f32(here + 3 * area))
                 if smooth:
                     a, b, c, d = _silu(a), _silu(b), _silu(c), _silu(d)
-                here = out.ctypes.data + i * line + first * lanes.WORD + past
+                here = out.ctypes.data + i * line + start * lanes.WORD + past
                 lanes.store_f32(here, a)
                 lanes.store_f32(here + area, b)
                 lanes.store_f32(here + 2 * area, c)
