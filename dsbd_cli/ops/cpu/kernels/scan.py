@@ -112,7 +112,7 @@ def convolve(x, step, plane, at, back, weight, bias, smooth, out):
     """Convolve as `scans.convolve` does, and apply silu if `smooth` is set.
 
     x: inputs of n nodes, `step` numbers apart, which are stored in plane [places, C] at the places `at` [n]. back:
-    [J - 1, n] places of the tokens before each node, the oldest start. weight: [C, J]. bias: [C], or [0] for none.
+    [J - 1, n] places of the tokens before each node, the oldest first. weight: [C, J]. bias: [C], or [0] for none.
     out: [n, C].
     """
     channels, taps = weight.shape
