@@ -34,9 +34,10 @@ real: $(READY) ## fetch SmolLM2-135M and Gemma-3-270m (350 MB) into models/, and
 	done
 
 evidence: $(READY) ## the table of README: fetch Qwen2.5-Coder-1.5B and SmolLM2-135M, and measure beside other engines
-	$(BIN)/python -m benchmarks.real --q8 qwen2.5-coder-1.5b-instruct smollm2-135m-instruct
+	$(BIN)/python -m benchmarks.real --gguf --q8 qwen2.5-coder-1.5b-instruct smollm2-135m-instruct
 	BIN=$(BIN) benchmarks/peers/setup models/qwen2.5-coder-1.5b-instruct models/smollm2-135m-instruct
 	$(BIN)/python -m benchmarks.evidence --equal models/smollm2-135m-instruct
+	$(BIN)/python -m benchmarks.evidence --weights int4 --name evidence-int4
 
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -q
 
