@@ -6,8 +6,8 @@ They are OpenVINO GenAI, CTranslate2, llama.cpp, ONNX Runtime GenAI and transfor
     python -m benchmarks.evidence --target models/qwen2.5-coder-1.5b-instruct --equal models/smollm2-135m-instruct
 
 `make evidence` does both, and then four bits. Every engine runs in a process of its own (benchmarks/peers/child.py), on
-the same threads. A cell is a number of beams, of prompts decoded together, of their tokens, and of new tokens, which all
-answers have. Each round gives every engine a cell in turn, on prompts that no round before had; the median of its
+the same threads. A cell is a number of beams, of prompts decoded together, of their tokens, and of new tokens, which
+all answers have. Each round gives every engine a cell in turn, on prompts that no round before had; the median of its
 rounds counts, of the comparison too. Speed is new tokens of the best answers by the seconds of the whole call, the
 prompt's included.
 
