@@ -51,7 +51,7 @@ from dsbd_cli.models.tokenizer import AheadCodec, HFCodec, bytes_of_tokens
 from dsbd_cli.models.verdicts import LIMITS, Verdict
 from dsbd_cli.ops.ahead import end_touching
 from dsbd_cli.ops.memory import return_freed
-from dsbd_cli.ops.select import GPU_LAYERS, ops_for
+from dsbd_cli.ops.select import GPU_LAYERS, ops_for, quantize_missing
 
 LAYERS_CHECKED = 4  # layers of each kind that are checked: the others are the same operations
 TOKENS_CHECKED = 4096  # of a quantised file's vocabulary
@@ -302,6 +302,12 @@ class _DecoderLoad:
         if self._asked_invariant and verdict.varies is not None and self._device.type == "cuda" and kernels:
             notes += _try_split_attention(model)
         notes += model.trust(verdict.varies, verdict.copies)
+        spec, form = self._checkpoint.spec, self._checkpoint.stored_form
+        if form is not None and spec.quantize is None and model.stored_form is None:
+            why = quantize_missing("stored", model.weights_dtype) or "no large product is quantised"
+            if self._device.type != "cpu":
+                why = f"{form} is read on a CPU alone"
+            notes.append(f"the {spec.role} is {form} and runs dequantised, in the memory of plain weights: {why}")
         return model, LoadReport(SelfTestReport(*tested), tuple(notes))
 
     def _checked(self, model: DecoderForestModel, kernels: frozenset[str]) -> dict[str, Any] | str:

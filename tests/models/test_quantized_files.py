@@ -124,6 +124,7 @@ def test_it_is_dequantised_where_no_kernel_serves(
     with table(monkeypatch, []):
         engine = loaded(path)
     assert engine.info.quantize is None
+    assert any(" runs dequantised, in the memory of plain weights: " in note for note in engine.info.notes)
     assert apart(logits(engine), plain) < 1e-5
 
 
