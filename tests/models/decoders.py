@@ -98,6 +98,11 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmo2": ("Olmo2Config", WITHOUT_DIM),
     "olmo3": ("Olmo3Config", {**WITHOUT_DIM, "sliding_window": 4, "layer_types": KINDS}),
+    "exaone4": ("Exaone4Config", {**BASE, "sliding_window": 4, "layer_types": KINDS}),
+    "exaone4 without windows": (
+        "Exaone4Config",
+        {**BASE, "sliding_window": None, "layer_types": ["full_attention"] * 3, "tie_word_embeddings": True},
+    ),
     "seed-oss": ("SeedOssConfig", BASE),
 }
 

@@ -7,7 +7,7 @@ switches of a `DecoderConfig`, which also say how their tensors are named (weigh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -257,14 +257,20 @@ def _qwen3(config: Any) -> dict[str, Any]:
     return {**_attention_bias(config), "head_norms": True}
 
 
-def _smollm3(config: Any) -> dict[str, Any]:
-    """Return the settings of SmolLM3, some of whose layers do not rotate: their angles are 0."""
+def _rotating(config: Any, rotates: Sequence[object]) -> dict[str, Any]:
+    """Return the rotary positions of a model some of whose layers do not rotate: their angles are 0.
+
+    rotates: per layer, whether it does.
+    """
     common = _common(config)
     return {
-        **_biases(config),
         "rotaries": (*common["rotaries"], Rotary(None)),
-        "rotary": tuple(0 if config.no_rope_layers[layer] else 1 for layer in range(common["layers"])),
+        "rotary": tuple(0 if rotates[layer] else 1 for layer in range(common["layers"])),
     }
+
+
+def _smollm3(config: Any) -> dict[str, Any]:
+    return {**_biases(config), **_rotating(config, config.no_rope_layers)}
 
 
 def _gemma(config: Any) -> dict[str, Any]:
@@ -316,6 +322,17 @@ def _olmo2(config: Any) -> dict[str, Any]:
     }
 
 
+def _exaone4(config: Any) -> dict[str, Any]:
+    """Return the settings of EXAONE 4. Where it has windows, layers without one do not rotate."""
+    windows = config.sliding_window is not None
+    return {
+        **_rotating(config, [not windows or kind == "sliding_attention" for kind in config.layer_types]),
+        "head_norms": True,
+        "pre_norms": False,
+        "post_norms": True,
+    }
+
+
 def _seed_oss(config: Any) -> dict[str, Any]:
     return {
         "qkv_bias": bool(config.attention_bias),
@@ -339,5 +356,6 @@ FAMILIES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "granite": _granite,
     "olmo2": _olmo2,
     "olmo3": _olmo2,
+    "exaone4": _exaone4,
     "seed_oss": _seed_oss,
 }
