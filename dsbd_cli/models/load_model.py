@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -21,7 +21,7 @@ from torch import Tensor
 from dsbd_cli.config.token_rules import TokenRules
 from dsbd_cli.errors import UnsupportedModelError, one_line, out_of_memory
 from dsbd_cli.models import verdicts
-from dsbd_cli.models.checkpoints.checkpoint import Checkpoint, quiet
+from dsbd_cli.models.checkpoints.checkpoint import Checkpoint, Tensors, quiet
 from dsbd_cli.models.checkpoints.generation import CheckpointSettings, checkpoint_rules, positions_of
 from dsbd_cli.models.checkpoints.hub import ADAPTER_CONFIG
 from dsbd_cli.models.checkpoints.lm_head import read_trimmed_lm_head, trimmed_target
@@ -34,6 +34,7 @@ from dsbd_cli.models.checkpoints.loader import (
 )
 from dsbd_cli.models.checkpoints.quantized.stock_part import part_config, stock_part
 from dsbd_cli.models.checkpoints.registry import parts_of
+from dsbd_cli.models.checkpoints.stock import check_numbers
 from dsbd_cli.models.decoder.config import DecoderConfig
 from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
 from dsbd_cli.models.decoder.load import (
@@ -55,6 +56,7 @@ from dsbd_cli.ops.select import GPU_LAYERS, ops_for, quantize_missing
 
 LAYERS_CHECKED = 4  # layers of each kind that are checked: the others are the same operations
 TOKENS_CHECKED = 4096  # of a quantised file's vocabulary
+AS_STORED = 0.3  # of the spread of logits: how far they may be off where products read a file's levels; noise is 1.4
 LARGE_BYTES = 64 << 20  # loading smaller weights is too quick to be logged
 
 _logger = logging.getLogger(__name__)
@@ -136,6 +138,8 @@ def _described(checkpoint: Checkpoint) -> _Description | str:
         return decoder_config
     check_quantize(checkpoint, config)
     plain, dtype = checkpoint.direct, dtype_of(checkpoint, config)
+    if checkpoint.stored_form is not None and device_of(checkpoint.spec).type != "cpu":
+        plain = False  # transformers, or its own network, gets dequantised weights
     if dtype == "auto":  # where no dtype of ours is named, transformers finds one
         plain = plain and config.dtype in LIMITS
         dtype = config.dtype if plain else None
@@ -352,18 +356,26 @@ class _DecoderLoad:
         from dsbd_cli.models.checks.selftest import self_test
 
         end_touching()  # a part would take what the whole needs
-        part = build_decoder(first_part(self._parts(), layers, vocabulary), self._stock, frozenset())
+        parts, form = self._parts(), self._checkpoint.stored_form
+        check_numbers(_plain_tensors(parts.tensors), self._checkpoint.name)
+        part = build_decoder(first_part(parts, layers, vocabulary), self._stock, frozenset())
         pack(part, replace(spec, quantize="none"), None)
         theirs = _stock_part(self._checkpoint, part.weights_dtype, layers, vocabulary)
         with unsupported(model.architecture):
             reason = differs(part, theirs)
-        del theirs
         if reason is not None:
             return reason
+        if spec.quantize is None:  # what was packed otherwise has been compared with plain weights
+            stored = build_decoder(first_part(parts, layers, vocabulary), self._stock, frozenset())
+            pack(stored, spec, None, form)
+            if (reason := differs(stored, theirs, AS_STORED)) is not None:
+                return f"as the file has its weights {reason}"
+            del stored
+        del theirs
         tested = self_test(part)
         del part
         return_freed()
-        outliers = pack(model, spec, None, self._checkpoint.stored_form)
+        outliers = pack(model, spec, None, form)
         return_freed()
         verdict = _verdict(self._checked_layers(model)) if self._asked_invariant else Verdict(verdicts.UNASKED)
         return_freed()
@@ -424,6 +436,13 @@ def read_small_files(checkpoint: Checkpoint) -> tuple[UnloadedModel, AheadCodec]
     settings = CheckpointSettings.of(config, generation)
     facts = UnloadedModel(text.vocab_size, positions_of(text), checkpoint_rules(settings))
     return facts, AheadCodec(tokenizer, checkpoint.end_tokens(settings, tokenizer))
+
+
+def _plain_tensors(tensors: Tensors) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a quantised checkpoint that are not quantised, with their names."""
+    for name, read in tensors.items():
+        if isinstance(tensor := read(), Tensor):
+            yield name, tensor
 
 
 def _stock_part(checkpoint: Checkpoint, dtype: torch.dtype, layers: int, vocabulary: int) -> Any:

@@ -133,7 +133,11 @@ class QuantizedWeight(ABC):
         return self if dtype is None else self.plain(dtype, device)
 
     def plain(self, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
-        """Return the weight dequantised, [o, i]. Some rows at a time lie in memory in float32, too."""
+        """Return the weight dequantised, [o, i]. Some rows at a time lie in memory in float32, too.
+
+        Raises ModelError, as `check` does.
+        """
+        self.check()
         made = torch.empty(self.shape, dtype=dtype, device=device)
         step = max(1, AT_ONCE // self.shape[1])
         for first in range(0, len(self), step):

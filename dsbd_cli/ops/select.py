@@ -101,10 +101,10 @@ class Kernel(NamedTuple):
 
     name: the operation. op: what `Ops` holds for it, or the class of a product. load: compiles it. instead: what a
     warning says that happens where it cannot be loaded. least, most: processors; an ARM counts as AVX2. dtypes: of the
-    model; empty: any. weights: their format: `plain`, in the dtype of the model, `int8` or `int4`; empty for an
-    operation without weights. step: widths must be multiples of it. needs: what must be true, each with the reason
-    where it is not. trial: returns what is wrong with its results. beside: an operation, and its weights, that a kernel
-    must serve, too. reason: why it serves. elsewhere: why it does not serve on other processors.
+    model; empty: any. weights: their format: `plain`, in the dtype of the model, `int8`, `int4` or `int8_groups`; empty
+    for an operation without weights. step: widths must be multiples of it. needs: what must be true, each with the
+    reason where it is not. trial: returns what is wrong with its results. beside: an operation, and its weights, that a
+    kernel must serve, too. reason: why it serves. elsewhere: why it does not serve on other processors.
     """
 
     name: str

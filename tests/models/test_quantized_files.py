@@ -14,18 +14,20 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Starcoder2Config
+from transformers import LlamaConfig, Starcoder2Config
 
 from dsbd_cli import Engine, ModelSpec, Request, SamplingConfig, load
 from dsbd_cli.cli.app import run
 from dsbd_cli.errors import ModelError, UsageError
+from dsbd_cli.models.checkpoints.gguf.file import GgufFile
 from dsbd_cli.models.load_model import _DecoderLoad
 from dsbd_cli.ops.cpu.int4 import CompiledInt4
 from dsbd_cli.ops.cpu.int8 import CompiledInt8
 from dsbd_cli.ops.cpu.int8_groups import CompiledInt8Groups
+from dsbd_cli.ops.quantized_weight import QuantizedWeight
 from dsbd_cli.ops.select import quantize_missing
 from tests.helpers.checkpoints import save
-from tests.helpers.gguf_models import random_model
+from tests.helpers.gguf_models import random_model, write_model
 from tests.helpers.kernels import table
 from tests.helpers.quantized_files import FORMS, SAFETENSORS, SETTINGS, write_quantized, write_safetensors
 
@@ -98,6 +100,38 @@ def test_it_runs_as_stored(stored: tuple[str, Path, Any], monkeypatch: pytest.Mo
     assert len(set(texts(first))) > 1
 
 
+DEEP = {**SETTINGS, "vocab_size": 4400, "num_hidden_layers": 6}
+
+
+@pytest.mark.parametrize("quantize", [None, "none", "int8", "int4"])
+@pytest.mark.parametrize("name", ["blk.5.ffn_down.weight", "token_embd.weight", "blk.5.attn_norm.weight"])
+def test_damage_behind_the_part_that_is_compared_is_told(tmp_path: Path, name: str, quantize: Any) -> None:
+    """In the last layer, and in the last row of the vocabulary."""
+    if quantize in ("int8", "int4") and quantize_missing(quantize) is not None:
+        pytest.skip(f"no kernel of {quantize} on this processor")
+    path = tmp_path / "model.gguf"
+    write_model(path, random_model(LlamaConfig, **DEEP), "llama", kind="Q4_0", scale=0.01)
+    tensor = GgufFile.open(path, "x").tensors[name]
+    content, end = bytearray(path.read_bytes()), tensor.offset + tensor.size
+    at, nan = (end - 18, b"\x00\x7e") if len(tensor.shape) > 1 else (end - 4, b"\x00\x00\xc0\x7f")
+    content[at : at + len(nan)] = nan
+    path.write_bytes(content)
+    with pytest.raises(ModelError, match=f"{re.escape(name)}.* NaN"):
+        loaded(path, quantize=quantize)
+
+
+@pytest.mark.parametrize(("key", "count"), [("head_count", 0), ("head_count_kv", 0), ("block_count", 4_000_000)])
+def test_counts_of_a_gguf_file_that_cannot_be_are_told(tmp_path: Path, key: str, count: int) -> None:
+    path = tmp_path / "model.gguf"
+    write_model(path, random_model(LlamaConfig, **SETTINGS), "llama", kind="Q4_0", scale=0.01)
+    content = path.read_bytes()
+    name = f"llama.{'' if key == 'block_count' else 'attention.'}{key}".encode()
+    at = content.index(len(name).to_bytes(8, "little") + name) + 8 + len(name) + 4
+    path.write_bytes(content[:at] + count.to_bytes(4, "little") + content[at + 4 :])
+    with pytest.raises(ModelError, match=rf"says {re.escape(name.decode())} = {count}, but must say 1"):
+        loaded(path)
+
+
 @compiled
 def test_a_text_depends_on_no_other_row_and_no_draft(stored: tuple[str, Path, Any]) -> None:
     _, path, _ = stored
@@ -124,6 +158,12 @@ def test_it_is_dequantised_where_no_kernel_serves(
     with table(monkeypatch, []):
         engine = loaded(path)
     assert engine.info.quantize is None
+    decoder = engine.target.decoder
+    assert not any(
+        isinstance(weight, QuantizedWeight)
+        for product in (decoder.weights.lm_head, *(layer.down for layer in decoder.weights.layers))
+        for weight in product.weights
+    )
     assert any(" runs dequantised, in the memory of plain weights: " in note for note in engine.info.notes)
     assert apart(logits(engine), plain) < 1e-5
 
@@ -257,7 +297,7 @@ def test_a_form_that_is_not_read_is_one_line(
     (tmp_path / "config.json").write_text(json.dumps(settings))
     line = fails(monkeypatch, capsys, 1, "--target", str(tmp_path))
     assert "'bitsandbytes', which is not read: take its GPTQ" in line
-    assert "; transformers says: " in line
+    assert " cannot be loaded: " in line
 
 
 def test_a_form_that_is_read_elsewhere_is_one_line(

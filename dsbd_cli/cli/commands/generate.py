@@ -182,7 +182,7 @@ class _GenerateRun:
             settings.method,
             settings.target.source,
             None if settings.draft is None else settings.draft.source,
-            quantize=settings.target.quantize,
+            quantize=None if settings.target.quantize == "none" else settings.target.quantize,
         )
         kept = files.summary is not None or files.output not in (None, STANDARD)
         kwargs = settings.chat_template_kwargs

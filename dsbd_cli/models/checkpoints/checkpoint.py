@@ -128,7 +128,7 @@ class Checkpoint:
             return False
         if self.gguf is not None:
             return self.gguf.reads(self.config.model_type)
-        return self.plain or self.stored_form is not None
+        return self.plain or (self.stored_form is not None and any(self.path.glob("model*.safetensors")))
 
     @cached_property
     def quantization(self) -> Quantization | str | None:

@@ -108,7 +108,7 @@ def _model(checkpoint: Checkpoint, config: Any, kind: Any, placed: dict[str, Any
         if (quantization := checkpoint.quantization) is not None:
             here = "weights are read for causal language models of transformers' own, on one device"
             reason = quantization if isinstance(quantization, str) else f"its {quantization.method} {here}"
-            raise ModelError(f"{name}: {reason}; transformers says: {one_line(error)}") from error
+            raise ModelError(f"{name} cannot be loaded: {one_line(error)}; {reason}") from error
         raise ModelError(f"{name} cannot be loaded: {one_line(error)}") from error
     model, report = loaded
     check_device_map(model, checkpoint.spec)

@@ -112,7 +112,7 @@ class DecoderForestModel(BaseForestModel):
         return self.decoder.config.positions
 
     @property
-    def embeddings(self) -> Tensor:
+    def embeddings(self) -> Any:
         return self.decoder.weights.table
 
     @property

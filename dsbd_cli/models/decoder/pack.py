@@ -135,5 +135,10 @@ class _Watched:
 
 
 def packed(linear: PlainLinear, dtype: torch.dtype, device: torch.device, ops: Ops) -> Linear:
-    """Return a product packed for a device, or the plain product where nothing packs it."""
-    return ops.linear(*linear.converted(dtype, device)) or linear
+    """Return a product packed for a device, or the plain product where nothing packs it. Weights of a quantised file
+    are dequantised."""
+    weights, biases = linear.converted(dtype, device)
+    if (product := ops.linear(weights, biases)) is not None:
+        return product
+    stored = any(isinstance(weight, QuantizedWeight) for weight in linear.weights)
+    return PlainLinear(weights, biases) if stored else linear

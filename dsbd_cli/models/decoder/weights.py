@@ -136,6 +136,8 @@ def read_weights(
     reader = WeightReader(config, tensors, dtype)
     layers = [reader.layer(number) for number in range(config.layers)]
     table = reader.tensor("embed_tokens.weight", config.vocabulary, config.hidden)
+    if isinstance(table, QuantizedWeight):
+        table.check()  # its rows are read one by one, when they are asked for
     if lm_head is not None:
         last: Linear = PlainLinear([lm_head.weight], [lm_head.bias])
     elif config.tied:

@@ -1,7 +1,8 @@
 """Linear layers in four bits on the CPU: half the bytes of int8, and a little more.
 
 GROUP inputs of an output share a scale and an offset: a weight is scale * level + offset, with a level of 0 .. 15.
-Inputs are quantized as int8.py does, and the same few channels are multiplied as they are.
+Inputs are quantized with a step for each of these groups, and the same few channels as in int8.py are multiplied as
+they are.
 
 Letters: r rows (tokens), i input channels, o output channels, g groups of inputs, k outlier channels.
 """

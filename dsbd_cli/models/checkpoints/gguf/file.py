@@ -64,7 +64,9 @@ class GgufFile:
         first = headers[0]
         if not isinstance(first.metadata.get("general.architecture"), str):
             raise ModelError(f"{name}: {parts[0].name} names no architecture: get it again")
-        return cls(name, parts[0], first.metadata, first.types, tensors)
+        file = cls(name, parts[0], first.metadata, first.types, tensors)
+        file._check_counts()
+        return file
 
     @property
     def architecture(self) -> str:
@@ -115,6 +117,18 @@ class GgufFile:
             raise ModelError(f"{origin} has numbers in {tensor.name} that are NaN or infinite: get it again")
         return values
 
+    def _check_counts(self) -> None:
+        """Check numbers that transformers divides by, or builds as many layers of."""
+        heads = ("attention.head_count", "attention.head_count_kv") if self._architecture is not None else ()
+        for key in (*heads, "block_count"):
+            count, most = self.metadata.get(f"{self.architecture}.{key}"), len(self.tensors)
+            if type(count) is int and (count < 1 or (key == "block_count" and count > most)):
+                limit = f"1 to {most}, the number of its tensors" if key == "block_count" else "1 or more"
+                raise ModelError(
+                    f"{self.name}: {self.path.name} says {self.architecture}.{key} = {count}, but must say {limit}: "
+                    "get it again"
+                )
+
     @property
     def form(self) -> str | None:
         """The type of most of its weights, such as gguf-q4_k; None where they are plain."""
@@ -146,20 +160,22 @@ class GgufFile:
     @property
     def decoder_tensors(self) -> dict[str, Callable[[], Tensor | QuantizedWeight]]:
         """For transformers' name of each tensor, a function that reads it as `read` does, with llama.cpp's changes
-        undone. Factors of rotary frequencies are left out, which are parts of the config (rotary.py). Raises
-        ModelError."""
+        undone. Factors of rotary frequencies are left out, which are parts of the config (rotary.py), and tensors that
+        are not known. Raises ModelError."""
         architecture, key = self._architecture, f"{self.architecture}.attention.head_count"
-        assert architecture is not None
+        if architecture is None:
+            return {}
         heads = self.metadata.get(key)
         kv_heads = self.metadata.get(f"{key}_kv", heads)
-        if type(heads) is not int or type(kv_heads) is not int or min(heads, kv_heads) < 1:
-            raise ModelError(f"{self.name}: {self.path.name} says {key} = {shorten(heads)}: get it again")
+        if type(heads) is not int or type(kv_heads) is not int:
+            wrong = (key, heads) if type(heads) is not int else (f"{key}_kv", kv_heads)
+            raise ModelError(f"{self.name}: {self.path.name} says {wrong[0]} = {shorten(wrong[1])}: get it again")
 
         def read(name: str) -> Tensor | QuantizedWeight:
             origin = f"{self.name}: {self.tensors[name].file.name}"
             return architecture.restored(name, self.read(name), (heads, kv_heads), origin)
 
-        return {str(theirs): partial(read, name) for name, theirs in self._names().items()}
+        return {theirs: partial(read, name) for name, theirs in self._names().items() if theirs is not None}
 
     @property
     def _architecture(self) -> Architecture | None:

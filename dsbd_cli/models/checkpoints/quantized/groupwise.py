@@ -367,7 +367,7 @@ def _group_of(parts: _Parts, part: str, inputs: int, groups: int) -> Tensor | No
 
 def _finite(parts: _Parts, part: str, scales: Tensor) -> Tensor:
     """Return scales, or raise ModelError where a number of the layer would be NaN or infinite."""
-    if wrong := int((~(scales.float() * 256).isfinite()).sum()):
+    if wrong := int((~(scales.float() * 512).isfinite()).sum()):
         parts.wrong(part, f"holds {wrong} scales that are NaN, infinite or too large")
     return scales
 
