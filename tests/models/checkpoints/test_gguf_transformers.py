@@ -93,7 +93,7 @@ def write_llama(path: Path) -> None:
     writer.add_name("a model")
     writer.add_context_length(128)
     writer.add_embedding_length(64)
-    writer.add_block_count(2)
+    writer.add_block_count(1)
     writer.add_feed_forward_length(96)
     writer.add_head_count(4)
     writer.add_head_count_kv(2)
