@@ -146,7 +146,7 @@ class QuantizedWeight(ABC):
 
     def take(self, rows: Tensor) -> QuantizedWeight:
         """Return these outputs [r] int64 alone, in this order."""
-        return _Rows(self, rows)
+        return _TakenRows(self, rows)
 
     def rows(self, ids: Tensor) -> Tensor:
         """Return rows [..., i] float32. ids: [...] int64."""
@@ -157,7 +157,7 @@ class QuantizedWeight(ABC):
         return [self.take(rows) for rows in torch.split(torch.arange(len(self)), [*sizes])]
 
 
-class _Rows(QuantizedWeight):
+class _TakenRows(QuantizedWeight):
     """Some rows of a weight."""
 
     def __init__(self, whole: QuantizedWeight, rows: Tensor) -> None:

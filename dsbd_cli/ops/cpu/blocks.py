@@ -37,7 +37,7 @@ class Bits(NamedTuple):
     to: int = 0
 
 
-class Format(NamedTuple):
+class BlockLayout(NamedTuple):
     """A format of blocks.
 
     Attributes:
@@ -61,25 +61,25 @@ _IQ4 = (1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241)
 _E2M1 = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)
 _FIFTH = Bits(16, 1, 32, 4)
 FORMATS = {
-    "Q4_0": Format(32, 18, "half", 1, (Bits(2, 4, 16),), 8),
-    "Q4_1": Format(32, 20, "halves", 1, (Bits(4, 4, 16),)),
-    "Q5_0": Format(32, 22, "half", 1, (Bits(6, 4, 16), Bits(2, 1, 0, 4)), 16),
-    "Q5_1": Format(32, 24, "halves", 1, (Bits(8, 4, 16), Bits(4, 1, 0, 4))),
-    "Q8_0": Format(32, 34, "half", 1, (Bits(2, 8, 32),), 128, start=128),
-    "Q2_K": Format(256, 84, "q2_k", 16, (Bits(16, 2, 32),)),
-    "Q3_K": Format(256, 110, "q3_k", 16, (Bits(32, 2, 32), Bits(0, 1, 32, 2)), 4),
-    "Q4_K": Format(256, 144, "six_bits", 8, (Bits(16, 4, 32),)),
-    "Q5_K": Format(256, 176, "six_bits", 8, (Bits(48, 4, 32), _FIFTH)),
-    "Q6_K": Format(256, 210, "q6_k", 16, (Bits(0, 4, 64), Bits(128, 2, 32, 4)), 32),
-    "IQ4_NL": Format(32, 18, "half", 1, (Bits(2, 4, 16),), 128, table=_IQ4),
-    "IQ4_XS": Format(256, 136, "iq4_xs", 8, (Bits(8, 4, 16),), 128, table=_IQ4),
-    "MXFP4": Format(32, 17, "e8m0", 1, (Bits(1, 4, 16),), 12, table=_E2M1),
+    "Q4_0": BlockLayout(32, 18, "half", 1, (Bits(2, 4, 16),), 8),
+    "Q4_1": BlockLayout(32, 20, "halves", 1, (Bits(4, 4, 16),)),
+    "Q5_0": BlockLayout(32, 22, "half", 1, (Bits(6, 4, 16), Bits(2, 1, 0, 4)), 16),
+    "Q5_1": BlockLayout(32, 24, "halves", 1, (Bits(8, 4, 16), Bits(4, 1, 0, 4))),
+    "Q8_0": BlockLayout(32, 34, "half", 1, (Bits(2, 8, 32),), 128, start=128),
+    "Q2_K": BlockLayout(256, 84, "q2_k", 16, (Bits(16, 2, 32),)),
+    "Q3_K": BlockLayout(256, 110, "q3_k", 16, (Bits(32, 2, 32), Bits(0, 1, 32, 2)), 4),
+    "Q4_K": BlockLayout(256, 144, "six_bits", 8, (Bits(16, 4, 32),)),
+    "Q5_K": BlockLayout(256, 176, "six_bits", 8, (Bits(48, 4, 32), _FIFTH)),
+    "Q6_K": BlockLayout(256, 210, "q6_k", 16, (Bits(0, 4, 64), Bits(128, 2, 32, 4)), 32),
+    "IQ4_NL": BlockLayout(32, 18, "half", 1, (Bits(2, 4, 16),), 128, table=_IQ4),
+    "IQ4_XS": BlockLayout(256, 136, "iq4_xs", 8, (Bits(8, 4, 16),), 128, table=_IQ4),
+    "MXFP4": BlockLayout(32, 17, "e8m0", 1, (Bits(1, 4, 16),), 12, table=_E2M1),
 }
 
 
 class FormatFields(ctypes.Structure):
-    """A Format as the kernels read it. table: its address; 0 without one. The second part of the levels has no bits
-    where there is none."""
+    """A BlockLayout as the kernels read it. table: its address; 0 without one. The second part of the levels has no
+    bits where there is none."""
 
     _fields_ = fields(
         "numbers", "size", "scales", "groups", "shift", "start", "table", "at", "bits", "span", "to", "second_at",

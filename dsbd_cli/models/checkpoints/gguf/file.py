@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dsbd_cli.errors import ModelError, one_line, shorten
-from dsbd_cli.models.checkpoints.gguf.header import FOUR_BITS, PLAIN, GgufTensor, Header, read_header
+from dsbd_cli.models.checkpoints.gguf.header import FOUR_BITS, PLAIN, GgufHeader, GgufTensor, read_header
 from dsbd_cli.models.checkpoints.gguf.parts import gguf_parts
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ class GgufFile:
         return {name: self._architecture.renamed(name) for name in self.tensors if name not in ROTARY}
 
 
-def _check_parts(parts: list[Path], headers: list[Header], name: str) -> None:
+def _check_parts(parts: list[Path], headers: list[GgufHeader], name: str) -> None:
     """Check that parts are what their names say."""
     if len(parts) == 1:
         number, count = (headers[0].metadata.get(f"split.{key}") for key in ("no", "count"))

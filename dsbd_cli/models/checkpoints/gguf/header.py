@@ -67,7 +67,7 @@ class GgufTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class GgufHeader:
     """The metadata and the tensors of one file."""
 
     metadata: dict[str, Any]
@@ -75,7 +75,7 @@ class Header:
     tensors: list[GgufTensor]
 
 
-def read_header(file: Path, name: str) -> Header:
+def read_header(file: Path, name: str) -> GgufHeader:
     """Read and check one file up to its data."""
     try:
         with file.open("rb") as stream:
@@ -93,7 +93,7 @@ class _Reader:
     def __init__(self, data: mmap.mmap, file: Path, name: str) -> None:
         self.data, self.file, self.name, self.at = data, file, name, 0
 
-    def header(self) -> Header:
+    def header(self) -> GgufHeader:
         """Read all of it. Raises ModelError, as all that follows."""
         if self.data[:4] != b"GGUF":
             self.fail("is no GGUF file: get it again")
@@ -117,7 +117,7 @@ class _Reader:
         alignment = self.alignment(types, metadata)
         table = [self.entry() for _ in range(count)]
         start = -(-self.at // alignment) * alignment
-        return Header(metadata, types, self.placed(table, start, alignment))
+        return GgufHeader(metadata, types, self.placed(table, start, alignment))
 
     def alignment(self, types: Mapping[str, tuple[int, ...]], metadata: Mapping[str, Any]) -> int:
         """Return the bytes of which the start of each tensor is a multiple."""
