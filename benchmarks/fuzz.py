@@ -40,7 +40,8 @@ from dsbd_cli.engine.protocols import ForestModel, TextCodec
 from dsbd_cli.models.checkpoints.checkpoint import open_pair
 from dsbd_cli.models.checkpoints.generation import CheckpointSettings
 from dsbd_cli.models.checks.invariance import check
-from dsbd_cli.models.decoder.config import DecoderConfig, decoder_config_of
+from dsbd_cli.models.decoder.config import DecoderConfig
+from dsbd_cli.models.decoder.families import decoder_config_of
 from dsbd_cli.models.decoder.load import DecoderParts, build_decoder
 from dsbd_cli.models.decoder.pack import find_outliers, quantize_decoder
 from dsbd_cli.models.forest_model import BaseForestModel

@@ -30,8 +30,9 @@ from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
 from dsbd_cli.models.checkpoints.generation import CheckpointSettings, eos_ids
 from dsbd_cli.models.checkpoints.registry import resolve
 from dsbd_cli.models.checks.invariance import check
-from dsbd_cli.models.decoder.config import DecoderConfig, decoder_config_of
+from dsbd_cli.models.decoder.config import DecoderConfig
 from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
+from dsbd_cli.models.decoder.families import decoder_config_of
 from dsbd_cli.models.decoder.load import DecoderParts, build_decoder, pack
 from dsbd_cli.models.tokenizer import HFCodec
 from dsbd_cli.ops.select import ops_for

@@ -38,8 +38,9 @@ from dsbd_cli.models.checks.invariance import check
 from dsbd_cli.models.checks.selftest import self_test
 from dsbd_cli.models.decoder import decoder_model
 from dsbd_cli.models.decoder import load as decoder_load
-from dsbd_cli.models.decoder.config import DecoderConfig, decoder_config_of
+from dsbd_cli.models.decoder.config import DecoderConfig
 from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
+from dsbd_cli.models.decoder.families import decoder_config_of
 from dsbd_cli.models.forest_model import BaseForestModel, HiddenStateTap, unsupported
 from dsbd_cli.models.load_model import load_model
 from dsbd_cli.models.transformers_backend.causal import CausalForestModel
@@ -267,11 +268,11 @@ def test_a_config_key_that_is_not_known_falls_back(monkeypatch: pytest.MonkeyPat
     changes nothing."""
     from transformers import LlamaConfig
 
-    from dsbd_cli.models.decoder import config as configs
+    from dsbd_cli.models.decoder import families
 
     config = LlamaConfig(**DECODERS["llama"][1], my_note="hello")
     assert isinstance(decoder_config_of(config), DecoderConfig)
-    monkeypatch.setattr(configs, "KNOWN", configs.KNOWN - {"mlp_bias"})
+    monkeypatch.setattr(families, "KNOWN", families.KNOWN - {"mlp_bias"})
     assert isinstance(decoder_config_of(config), DecoderConfig)
     config.mlp_bias = True
     assert decoder_config_of(config) == "its config says mlp_bias = True, which is not known here"

@@ -19,8 +19,9 @@ from dsbd_cli.models.checkpoints.checkpoint import Checkpoint, Tensors
 from dsbd_cli.models.checkpoints.generation import CheckpointSettings
 from dsbd_cli.models.checkpoints.lm_head import TrimmedLMHead
 from dsbd_cli.models.checkpoints.loader import too_small
-from dsbd_cli.models.decoder.config import DecoderConfig, decoder_config_of
+from dsbd_cli.models.decoder.config import DecoderConfig
 from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
+from dsbd_cli.models.decoder.families import decoder_config_of
 from dsbd_cli.models.decoder.forward import Decoder
 from dsbd_cli.models.decoder.own_rows import OwnRows
 from dsbd_cli.models.decoder.pack import find_outliers, pack_as_stored, pack_decoder, quantize_decoder

@@ -19,8 +19,9 @@ from torch import Tensor
 from dsbd_cli.errors import ModelError, PairError, shorten
 from dsbd_cli.models.checkpoints.checkpoint import Tensors, quiet, read_tensors
 from dsbd_cli.models.checkpoints.generation import read_settings
-from dsbd_cli.models.decoder.config import KNOWN, DecoderConfig, decoder_config_of
+from dsbd_cli.models.decoder.config import DecoderConfig
 from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
+from dsbd_cli.models.decoder.families import KNOWN, decoder_config_of
 from dsbd_cli.models.decoder.load import decoder_ops
 from dsbd_cli.models.decoder.weights import DecoderWeights, PlainLinear, WeightReader
 from dsbd_cli.models.draft_heads.model import DraftHeadDecoder, Eagle3Decoder, Eagle3Parts, MtpDecoder, MtpParts

@@ -16,7 +16,7 @@ from dsbd_cli import ModelError
 from dsbd_cli.models.checkpoints.gguf.file import GgufFile
 from dsbd_cli.models.checkpoints.gguf.formats import GgufWeight
 from dsbd_cli.models.checkpoints.gguf.names import ARCHITECTURES
-from dsbd_cli.models.decoder.config import FAMILIES, decoder_config_of
+from dsbd_cli.models.decoder.families import FAMILIES, decoder_config_of
 from dsbd_cli.ops.quantized_weight import QuantizedWeight
 from tests.helpers.raw_gguf import random_blocks
 

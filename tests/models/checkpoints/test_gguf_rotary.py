@@ -17,7 +17,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dsbd_cli import ModelError, ModelSpec, UnsupportedModelError
 from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
-from dsbd_cli.models.decoder.config import decoder_config_of
+from dsbd_cli.models.decoder.families import decoder_config_of
 from dsbd_cli.models.load_model import load_model
 from tests.helpers.gguf_models import random_model, write_model
 

@@ -24,8 +24,9 @@ from dsbd_cli.models.checkpoints.generation import CheckpointSettings
 from dsbd_cli.models.checks.invariance import Surroundings, _logits
 from dsbd_cli.models.checks.selftest import self_test
 from dsbd_cli.models.decoder import load as decoder_load
-from dsbd_cli.models.decoder.config import DecoderConfig, decoder_config_of
+from dsbd_cli.models.decoder.config import DecoderConfig
 from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
+from dsbd_cli.models.decoder.families import decoder_config_of
 from dsbd_cli.models.decoder.forward import Decoder
 from dsbd_cli.models.decoder.weights import PlainLinear, read_weights
 from dsbd_cli.ops import reference
