@@ -2,12 +2,14 @@
 
     python -m benchmarks.quantize error --target models/qwen2.5-coder-0.5b-instruct
     python -m benchmarks.quantize decode --target models/qwen2.5-coder-1.5b-instruct --ctranslate2
+    python -m benchmarks.quantize sql --target models/qwen2.5-coder-1.5b-instruct --file models/NAME.gguf
 
 error: KL divergence from float32 and agreement of the most probable token, of bfloat16, int8 and int4 beside bfloat16.
 Of a quantised file (GGUF, GPTQ, ..): as the file is, beside its own weights dequantised to float32.
 decode: tokens/s of the best answer, one chat prompt at a time, beam search without a draft; every prompt is answered by
 all in turn, and the time of its own forward counts. The results are written after every prompt; `--seconds` ends it.
-One that runs SQL tasks: `dsbd bench --task sql` with and without `--quantize int8` or `int4`.
+sql: execution accuracy on the built-in task `sql`, with 1 and 4 beams, of bfloat16, int8, int4 and a quantised file as
+it is; exact McNemar tests by bfloat16, and of the file by the same file dequantised.
 """
 
 from __future__ import annotations
@@ -23,13 +25,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.common import markdown_table, results_folder, write_results
+from benchmarks.common import markdown_table, publish, results_folder, write_results
 from benchmarks.instruct_prompts import prompts
 from benchmarks.peers.engines import CTranslateConfig, CTranslatePeer
 from dsbd_cli import Engine, MethodConfig, Request, SamplingConfig
 from dsbd_cli.config.model import ModelSpec
+from dsbd_cli.lab.bench.statistics import paired_tests, wilson
 from dsbd_cli.lab.peers.config import PeerConfig
 from dsbd_cli.lab.peers.transformers_generate import TransformersPeer
+from dsbd_cli.lab.tasks.choose import TASKS
+from dsbd_cli.lab.tasks.dataset import EXECUTION, with_shots
 from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
 from dsbd_cli.models.checkpoints.loader import load
 from dsbd_cli.models.checkpoints.registry import resolve
@@ -73,6 +78,58 @@ def error(target: str, tokens: int) -> None:
             f"most probable token off by {off:.4f}; the same one at {agree:.1%} of {len(exact)} places",
             flush=True,
         )
+
+
+def sql(options: argparse.Namespace) -> None:
+    """Answer the records in every form of the weights, and compare the scores record by record."""
+    forms: list[tuple[str, str, Any]] = [(name, options.target, name) for name in ("int8", "int4")]
+    forms = [("bfloat16", options.target, None), *forms]
+    if options.file is not None:
+        forms += [("file, dequantised", options.file, "none"), ("file, as it is", options.file, None)]
+    data = with_shots(TASKS["sql"], options.shots)
+    records = list(islice(data.records(), options.prompts))
+    scores: dict[tuple[str, int], list[float]] = {}
+    for name, target, quantize in forms:
+        spec = ModelSpec(target, device="cpu", dtype="bfloat16", quantize=quantize)
+        model, codec, _ = load_model(Checkpoint.open(spec))
+        prompts_ids = [tuple(codec.encode_chat(record.meta["messages"])) for record in records]
+        for beams in (1, 4):
+            engine = Engine(model, None, codec, MethodConfig(rule="search", num_beams=beams, depth=0), batch_size=8)
+            sampling = SamplingConfig(max_new_tokens=options.max_new_tokens)
+            requests = [Request(prompt_ids=ids, sampling=sampling) for ids in prompts_ids]
+            answers: list[str] = []
+            for number, result in enumerate(engine.run(requests)):
+                if result.error is not None:
+                    raise result.error
+                answers.append(result.hypotheses[0].text)
+                if number % 40 == 39:
+                    print(f"{name}, {beams} beams: {number + 1} records", flush=True)
+            scored = zip(records, answers, strict=True)
+            scores[name, beams] = [data.score(record, text)[EXECUTION] for record, text in scored]
+        del model, engine
+        publish(
+            options.name,
+            [{"form": form, "num_beams": beams, "scores": row} for (form, beams), row in scores.items()],
+            "SQL by execution, by form of the weights",
+            f"{Path(options.target).name}, {len(records)} records of the task sql behind {options.shots} solved ones, "
+            f"{options.max_new_tokens} new tokens at most, beam search without a draft.",
+            sql_table(scores),
+        )
+
+
+def sql_table(scores: dict[tuple[str, int], list[float]]) -> str:
+    """Accuracy of each form, and records that it answers better and worse than its baseline."""
+    rows = []
+    for (name, beams), row in scores.items():
+        baseline = "file, dequantised" if name == "file, as it is" else "bfloat16"
+        share = wilson(round(sum(row)), len(row))
+        accuracy = f"{share.value:.1%} ({share.low:.1%} to {share.high:.1%})"
+        compared = "-"
+        if name != baseline:
+            (test,) = paired_tests([(baseline, row, scores[baseline, beams])])
+            compared = f"{test.better} / {test.worse} ({test.p:.2f}), by {baseline}"
+        rows.append({"weights": name, "beams": f"{beams}", "accuracy": accuracy, "better / worse (p)": compared})
+    return markdown_table(rows)
 
 
 Answering = Callable[[list[int]], tuple[int, ...]]
@@ -160,19 +217,24 @@ def decode_table(runs: list[dict[str, Any]], names: list[str]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("error", "decode"))
+    parser.add_argument("what", choices=("error", "decode", "sql"))
     parser.add_argument("--target", required=True)
     parser.add_argument("--tokens", type=int, default=250, help="of each text")
-    parser.add_argument("--num-beams", type=int, default=4, help="of decode, as all that follow")
-    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--file", help="of sql: a quantised file of the same model")
+    parser.add_argument("--shots", type=int, default=1, help="of sql: solved records in front of every prompt")
+    parser.add_argument("--prompts", type=int, default=8, help="or records of sql")
     parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--num-beams", type=int, default=4, help="of decode, as all that follow")
     parser.add_argument("--transformers", action="store_true", help="compare with it: a second copy of the weights")
     parser.add_argument("--ctranslate2", action="store_true", help="compare with its int8; it must be installed")
     parser.add_argument("--seconds", type=float, help="ends after the prompt that is under way")
-    parser.add_argument("--name", default="quantize-decode", help="of the folder of results")
+    parser.add_argument("--name", help="of the folder of results; quantize-decode, quantize-sql")
     options = parser.parse_args()
+    options.name = options.name or f"quantize-{options.what}"
     if options.what == "error":
         error(options.target, options.tokens)
+    elif options.what == "sql":
+        sql(options)
     else:
         decode(options)
 
