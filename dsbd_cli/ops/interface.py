@@ -53,6 +53,14 @@ class Linear(Protocol):
         ...
 
 
+class ExpertsLinear(Linear, Protocol):
+    """Products of rows with the weights of their experts, to which the same number of parts each belongs."""
+
+    def compute_routed(self, x: Tensor, routes: reference.Routes) -> Tensor:
+        """Compute the products of rows x [r, i], each with the weights of its expert: [r, o / experts]."""
+        ...
+
+
 class BiasableLinear(Linear, Protocol):
     """A product with packed weights."""
 
@@ -100,10 +108,12 @@ class Ops:
         gated: takes gates and values side by side [..., 2 I]; returns [..., I].
         rotate: takes queries, keys and values side by side [R, n, (Q + 2 K) E]; returns the queries [R, Q, n, E] and
             writes keys and values to their slots.
+        experts: a module. `route` chooses the experts of tokens, `spread` returns the rows of the experts, `combine`
+            adds up their outputs.
         program: runs a table of kernels, which run.py has recorded. None: each kernel runs when it is called.
     Operations of all models:
-        linear: takes weights [o, i] and biases [o] of layers; returns one product, or None if the layers stay as they
-            are.
+        linear: takes weights [o, i] and biases [o] of layers, and how many experts they belong to; returns one product,
+            or None if the layers stay as they are.
         pick: takes a table [V, i] and a dtype; returns products of each row of a batch with its own rows of the table.
         path_attention: a module. `list_slots` lists the slots that each node sees by depth, `attend` attends to them
             with query [R, Q, n, E] and returns [R, n, Q, E], `fits` returns whether it serves these tensors. None: the
@@ -131,8 +141,9 @@ class Ops:
     norm: Callable[..., tuple[Tensor, Tensor]] = reference.norm
     gated: Callable[..., Tensor] = reference.gated
     rotate: Callable[..., Tensor] = reference.rotate
+    experts: ModuleType = reference
     program: Loop | None = None
-    linear: Callable[[Sequence[Tensor], Sequence[Tensor | None]], Linear | None] = reference.linear
+    linear: Callable[..., Linear | None] = reference.linear
     pick: Callable[[Tensor, torch.dtype], RowsLinear] = reference.PickedRows
     path_attention: ModuleType | None = None
     prompt_attention: ModuleType | None = None

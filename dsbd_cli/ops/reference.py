@@ -102,6 +102,111 @@ def rotate(
     return recording.compute(compute)
 
 
+@dataclass(frozen=True, slots=True)
+class Router:
+    """The choice of a token's experts by their scores.
+
+    Attributes:
+        chosen: experts of a token.
+        sigmoid: scores are sigmoids of the logits; False: their softmax.
+        correction: [E] float32, is added to the scores for the choice alone; None: nothing is.
+        groups, chosen_groups: experts are chosen from so many groups of neighbouring ones. group_size: a group's score
+            is the sum of its so many highest scores.
+        normalised: the weights of a token's experts are divided by their sum, or by `least_sum` if that is more.
+        scale: factor of the weights.
+    """
+
+    chosen: int
+    sigmoid: bool = False
+    correction: Tensor | None = None
+    groups: int = 1
+    chosen_groups: int = 1
+    group_size: int = 1
+    normalised: bool = True
+    least_sum: float = 1e-20
+    scale: float = 1.0
+
+    def to(self, device: torch.device) -> Router:
+        """Return the same router on a device."""
+        return self if self.correction is None else replace(self, correction=self.correction.to(device))
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """Experts of the rows of one forward. Rows of experts are ordered by expert, so that each expert's are together.
+
+    Attributes:
+        table: [1 + 3 E] int64: how many experts have rows, and for each of these its number, its first row and the end
+            of its rows.
+        rows: [m, k] int64, the row of each of a token's k experts, in ascending order of the experts.
+        weights: [m, k] float32, of these experts.
+    """
+
+    table: Tensor
+    rows: Tensor
+    weights: Tensor
+
+    @property
+    def experts(self) -> int:
+        """Number of experts."""
+        return len(self.table) // 3
+
+
+def route(router: Router, logits: Tensor) -> Routes:
+    """Choose experts of tokens by logits [m, E]. Of equal scores the first expert's counts as higher."""
+
+    def compute() -> tuple[Tensor, Tensor, Tensor]:
+        count = logits.shape[-1]
+        wide = logits.float()
+        scores = wide.sigmoid() if router.sigmoid else wide.softmax(-1)
+        ranked = scores if router.correction is None else scores + router.correction
+        if router.groups > 1:
+            by_group = ranked.unflatten(-1, (router.groups, -1))
+            of_groups = by_group.sort(dim=-1, descending=True).values[..., : router.group_size].sum(-1)
+            kept = of_groups.sort(dim=-1, descending=True, stable=True).indices[:, : router.chosen_groups]
+            left_out = torch.ones_like(of_groups, dtype=torch.bool).scatter_(1, kept, False)
+            ranked = by_group.masked_fill(left_out.unsqueeze(-1), float("-inf")).flatten(-2)
+        experts = ranked.sort(dim=-1, descending=True, stable=True).indices[:, : router.chosen].sort(-1).values
+        weights = scores.gather(1, experts)
+        if router.normalised:
+            weights = weights / weights.sum(-1, keepdim=True).clamp_min(router.least_sum)
+        order = experts.flatten().argsort(dim=0, stable=True)
+        rows = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        ends = torch.nn.functional.one_hot(experts.flatten(), count).sum(0).cumsum(0)
+        starts = torch.cat((ends.new_zeros(1), ends[:-1]))
+        spans = torch.stack((torch.arange(count, device=ends.device), starts, ends), 1)
+        first = (starts < ends).long().argsort(dim=0, descending=True, stable=True)
+        table = torch.cat(((starts < ends).sum().view(1), spans[first].flatten()))
+        return table, rows.view_as(experts), weights * router.scale
+
+    return Routes(*recording.compute(compute))
+
+
+def spread(x: Tensor, routes: Routes) -> Tensor:
+    """Return the row of x [m, H] of each of its experts, [m k, H], in the order of `routes.rows`."""
+
+    def compute() -> Tensor:
+        out = x.new_empty(routes.rows.numel(), x.shape[-1])
+        return out.index_copy_(0, routes.rows.flatten(), x.repeat_interleave(routes.rows.shape[1], 0))
+
+    return recording.compute(compute)
+
+
+def combine(outputs: Tensor, routes: Routes, shared: Tensor | None = None, gate: Tensor | None = None) -> Tensor:
+    """Return the weighted sums [m, H] of the experts' outputs [m k, H], expert by expert in ascending order, in
+    float32. shared: [m, H], of an expert that all tokens have, is added last. gate: [m, 1], logits of its weights."""
+
+    def compute() -> Tensor:
+        summed = torch.zeros(len(routes.rows), outputs.shape[-1], device=outputs.device)
+        for rows, weights in zip(routes.rows.t(), routes.weights.t(), strict=True):
+            summed += outputs[rows].float() * weights.unsqueeze(1)
+        if shared is not None:
+            summed += shared.float() if gate is None else shared.float() * gate.float().sigmoid()
+        return summed.to(outputs.dtype)
+
+    return recording.compute(compute)
+
+
 @dataclass(slots=True)
 class DeviceLinear:
     """A product with plain weights [o, i] and biases [o] on a GPU. parts: number of outputs of each layer in it."""
@@ -130,10 +235,10 @@ class DeviceLinear:
         return self.product(x, self.weight, self.bias)
 
 
-def linear(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> DeviceLinear | None:
-    """Return one product of layers with the same input, as `DeviceLinear.of` joins them. Return None on a CPU, where
-    the weights stay as they are, in a memory-mapped file."""
-    return None if weights[0].is_cpu else DeviceLinear.of(weights, biases)
+def linear(weights: Sequence[Tensor], biases: Sequence[Tensor | None], experts: int = 1) -> DeviceLinear | None:
+    """Return one product of layers with the same input, as `DeviceLinear.of` joins them. Return None for experts, and
+    on a CPU, where the weights stay as they are, in a memory-mapped file."""
+    return None if weights[0].is_cpu or experts > 1 else DeviceLinear.of(weights, biases)
 
 
 class PickedRows:

@@ -18,6 +18,7 @@ from dsbd_cli.ops.cpu import (
     attention,
     blocks,
     candidates,
+    experts,
     int4,
     int8,
     int8_groups,
@@ -39,6 +40,7 @@ from dsbd_cli.ops.triton.trial import faults
 LAYERS = ("norm", "gated", "rotate", "program")
 MODEL = ("linear", "path_attention", "prompt_attention", "log_total")
 DECODER = (*LAYERS, *MODEL)
+EXPERTS = ("experts",)  # of a decoder with mixtures
 ITERATION_KERNELS = ("candidates", "draft", "verify", "commit", "move")
 ITERATION = ("log_total", *ITERATION_KERNELS)
 GPU_LAYERS = ("norm", "gated", "rotate", "linear")
@@ -191,6 +193,7 @@ _INT8 = functools.partial(
 TABLE = (
     Kernel("norm", layer.norm, layer.compiled, _LAYERS, dtypes=FLOATS, step=layer.STEP),
     Kernel("gated", layer.gated, layer.compiled, _LAYERS, dtypes=FLOATS, step=layer.STEP),
+    Kernel("experts", experts, experts.compiled, "torch chooses experts", dtypes=FLOATS, step=layer.STEP),
     Kernel("rotate", layer.rotate, layer.compiled, _LAYERS, dtypes=FLOATS, step=layer.STEP),
     Kernel("program", program.loop, program.compiled, "layers are called one by one", dtypes=FLOATS, step=layer.STEP,
            beside=("norm", "")),
@@ -263,16 +266,19 @@ def _missing(kernel: Kernel, dtype: torch.dtype, widths: frozenset[int]) -> str 
     return None if kernel.trial is None else kernel.trial(kernel.op, dtype)
 
 
-def packed_linear(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> linear.PackedProduct | None:
+def packed_linear(
+    weights: Sequence[Tensor], biases: Sequence[Tensor | None], experts: int = 1
+) -> linear.PackedProduct | None:
     """Return layers as one packed product; None where no packed product gives the results of the plain one.
 
-    weights: [o, i] of each layer, of one dtype, on a CPU. biases: [o] or None of each layer.
+    weights: [o, i] of each layer, of one dtype, on a CPU. biases: [o] or None of each layer. experts: of a mixture, to
+    which the same number of weights each belongs.
     """
     like = weights[0]
     for kernel in TABLE:
         mine = (kernel.name, kernel.weights) == ("linear", "plain") and kernel.op.fits(like)
-        if mine and _missing(kernel, like.dtype, frozenset()) is None:
-            return linear.PackedProduct(weights, biases, kernel.op)
+        if mine and (experts == 1 or kernel.backend == "numba") and _missing(kernel, like.dtype, frozenset()) is None:
+            return linear.PackedProduct(weights, biases, kernel.op, experts)
     return None
 
 

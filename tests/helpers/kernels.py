@@ -71,3 +71,8 @@ def int4_parts(product: Any) -> tuple[Tensor, Tensor, Tensor]:
     levels = halves.permute(0, 4, 1, 2, 3, 5).reshape(blocks * 64, groups * 32)
     scales, offsets = (part.contiguous().view(torch.float16).mT.reshape(blocks * 64, groups) for part in factors)
     return levels, scales, offsets
+
+
+def normal(dtype: torch.dtype, *shape: int, seed: int = 0) -> Tensor:
+    """Random numbers, which the seed fixes."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)

@@ -38,6 +38,16 @@ LONGROPE = {
     "long_factor": [2.0 + 0.1 * i for i in range(16)], "original_max_position_embeddings": 256, "factor": 2.0,
 }  # fmt: skip
 
+# mixtures of experts: widths of whole blocks of outputs
+EXPERTS: dict[str, Any] = {
+    **BASE, "num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+}  # fmt: skip
+WIDE_EXPERTS = {**EXPERTS, **WITHOUT_DIM, "head_dim": 32}
+GROUPS = {
+    "n_group": 4, "topk_group": 2, "n_shared_experts": 2, "num_shared_experts": 2, "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5, "n_routed_experts": 8,
+}  # fmt: skip
+
 # name -> (config class, settings)
 DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", BASE),
@@ -104,6 +114,24 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
         {**BASE, "sliding_window": None, "layer_types": ["full_attention"] * 3, "tie_word_embeddings": True},
     ),
     "seed-oss": ("SeedOssConfig", BASE),
+    "qwen2 moe": ("Qwen2MoeConfig", {**EXPERTS, "shared_expert_intermediate_size": 32, "mlp_only_layers": [1]}),
+    "qwen3 moe": ("Qwen3MoeConfig", {**EXPERTS, "norm_topk_prob": True, "decoder_sparse_step": 2}),
+    "mixtral": ("MixtralConfig", {**EXPERTS, "sliding_window": 4}),
+    "minimax m2": (
+        "MiniMaxM2Config",
+        {**EXPERTS, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    ),
+    "olmoe": ("OlmoeConfig", {**WIDE_EXPERTS}),
+    "flex olmo": ("FlexOlmoConfig", {**WIDE_EXPERTS, "norm_topk_prob": True}),
+    "granite moe": ("GraniteMoeConfig", {**WIDE_EXPERTS, "residual_multiplier": 0.5, "logits_scaling": 2.0}),
+    "granite moe shared": ("GraniteMoeSharedConfig", {**WIDE_EXPERTS, "shared_intermediate_size": 96}),
+    "glm4 moe": ("Glm4MoeConfig", {**EXPERTS, **GROUPS, "use_qk_norm": True, "attention_bias": True}),
+    "solar open": ("SolarOpenConfig", {**EXPERTS, **GROUPS}),
+    "dots1": ("Dots1Config", {**EXPERTS, **GROUPS}),
+    "exaone moe": (
+        "ExaoneMoeConfig",
+        {**EXPERTS, **GROUPS, "sliding_window": 4, "layer_types": KINDS, "mlp_layer_types": ["dense"] + ["sparse"] * 2},
+    ),
 }
 
 
@@ -122,6 +150,9 @@ def build_decoder(name: str, seed: int = 0, **changes: Any) -> Any:
                 parameter.add_(0.2 * torch.randn_like(parameter))
             else:
                 parameter.mul_(4)
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.add_(0.2 * torch.randn_like(buffer))
     return model.eval().requires_grad_(False)
 
 
@@ -129,7 +160,7 @@ def first_layers(model: Any, count: int) -> Any:
     """Return a draft: the same model with its first layers alone."""
     config = deepcopy(model.config)
     config.num_hidden_layers = count
-    for name in ("layer_types", "no_rope_layers"):
+    for name in ("layer_types", "no_rope_layers", "mlp_layer_types"):
         if getattr(config, name, None) is not None:
             setattr(config, name, getattr(config, name)[:count])
     small: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)

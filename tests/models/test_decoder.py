@@ -61,7 +61,7 @@ from tests.models.decoders import DECODERS, V, build_decoder, first_layers, save
 ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="forwards of these tests run on the CPU")
 KERNELS = pytest.mark.skipif(not serves("norm"), reason="kernels of numba do not run here")
 NARROW_HEADS = "llama small head"  # kernels take half heads of 16
-FLOAT_ANGLES = ("olmo2", "olmo3")  # in bfloat16 their angles stay float32
+FLOAT_ANGLES = ("olmo2", "olmo3", "flex olmo")  # in bfloat16 their angles stay float32
 
 
 def spec_for(folder: Path, role: Any = "target", dtype: str = "float32", **more: Any) -> ModelSpec:
@@ -127,7 +127,9 @@ def test_every_family_in_bfloat16(name: str, tmp_path: Path) -> None:
     assert forest.weights_dtype == forest.dtype == torch.bfloat16
     ids = tokens(2, 40)
     with torch.inference_mode():
-        assert apart(forest.plain(ids), theirs(input_ids=ids, use_cache=False).logits) <= 6e-2
+        # where two experts' scores are near each other, rounding may choose the other one
+        limit = 6e-2 if forest.decoder.config.mixture is None else 0.15
+        assert apart(forest.plain(ids), theirs(input_ids=ids, use_cache=False).logits) <= limit
     assert self_test(forest).largest_error <= 0.2
     assert forest.invariant, forest.varies
 

@@ -30,7 +30,8 @@ from dsbd_cli.ops.cpu import layer
 from dsbd_cli.ops.cpu.runtime import FLOATS
 from dsbd_cli.ops.processor import VARIABLE, Processor, current, possible
 from dsbd_cli.ops.recording import Arena
-from tests.helpers.kernels import int4_parts
+from tests.helpers.kernels import int4_parts, normal
+from tests.ops.cpu.test_experts import check_experts
 
 ROOT = Path(__file__).parents[2]
 THREADS = 1, 2, 3
@@ -38,10 +39,6 @@ WIDTHS = frozenset({64})
 NOTHING = slice(0, 0)
 # of float32: sums in another order, and exp2 of our own; of bfloat16: a rounding that falls the other way
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7}
-
-
-def normal(dtype: torch.dtype, *shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def check_rows(
@@ -512,6 +509,7 @@ CASES: dict[Row, Callable[[Any, torch.dtype], None]] = {
     **{(case.__name__, ""): case for case in (norm, gated, rotate, program, pick, path_attention, prompt_attention)},
     **{(case.__name__, ""): case for case in (log_total, candidates, scan)},
     **{(name, ""): part_of_iteration(name) for name in ("draft", "verify", "commit")},
+    ("experts", ""): check_experts,
     ("linear", "plain"): linear,
     ("linear", "int8"): int8,
     ("linear", "int4"): functools.partial(in_groups, (None, TABLE), 0.1),

@@ -6,8 +6,8 @@ named (weights.py).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -44,6 +44,39 @@ class Rotary:
 
 
 @dataclass(frozen=True, slots=True)
+class MixtureConfig:
+    """A mixture of experts in place of an MLP, or beside a shared expert, in numbers.
+
+    Attributes:
+        experts: their number. inner: width of each. The settings of the choice are those of `ops.reference.Router`.
+        corrected: the router has a correction. wide_router: it computes in float32.
+        shared: width of the expert that all tokens have; 0 without one. shared_gate: its output has a weight.
+        router_name, correction_name, experts_name, shared_name: of tensors, below a layer. parts: names of gate, up and
+            down below each expert; empty where one tensor holds gate and up, and one tensor all experts.
+    """
+
+    experts: int
+    chosen: int
+    inner: int
+    sigmoid: bool = False
+    corrected: bool = False
+    groups: int = 1
+    chosen_groups: int = 1
+    group_size: int = 1
+    normalised: bool = True
+    least_sum: float = 1e-20
+    scale: float = 1.0
+    wide_router: bool = False
+    shared: int = 0
+    shared_gate: bool = False
+    router_name: str = "mlp.gate"
+    correction_name: str = "mlp.gate.e_score_correction_bias"
+    experts_name: str = "mlp.experts"
+    shared_name: str = "mlp.shared_experts"
+    parts: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderConfig:
     """A standard decoder in numbers.
 
@@ -61,6 +94,7 @@ class DecoderConfig:
         embedding_scale, residual_scale, logit_scale: factors; 1 without. Logits are divided by the last one.
         positions: number of positions that the model was made for; None where it is unbounded.
         wide_rotary: angles and norms stay float32 where the rest is bfloat16, which our kernels do not do.
+        mixture: of experts; None without one. mixtures: per layer, whether it has the mixture; empty without one.
     """
 
     hidden: int
@@ -93,6 +127,8 @@ class DecoderConfig:
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     wide_rotary: bool = False
+    mixture: MixtureConfig | None = None
+    mixtures: tuple[bool, ...] = ()
 
     @classmethod
     def from_json(cls, fields_of_config: Mapping[str, Any]) -> DecoderConfig:
@@ -101,10 +137,35 @@ class DecoderConfig:
             Rotary(**{**rotary, "frequencies": None if rotary["frequencies"] is None else tuple(rotary["frequencies"])})
             for rotary in fields_of_config["rotaries"]
         ]
-        lists = {name: tuple(fields_of_config[name]) for name in ("windows", "rotary")}
-        return cls(**{**fields_of_config, **lists, "rotaries": tuple(rotaries)})
+        lists = {name: tuple(fields_of_config[name]) for name in ("windows", "rotary", "mixtures")}
+        mixture = fields_of_config["mixture"]
+        if mixture is not None:
+            mixture = MixtureConfig(**{**mixture, "parts": tuple(mixture["parts"])})
+        return cls(**{**fields_of_config, **lists, "rotaries": tuple(rotaries), "mixture": mixture})
 
     @property
     def kinds(self) -> tuple[int | None, ...]:
         """The different windows, in the order of the first layers that have them."""
         return tuple(dict.fromkeys(self.windows))
+
+    @property
+    def layer_kinds(self) -> list[Hashable]:
+        """The kind of each layer. Layers of one kind are the same operations."""
+        return [*zip(self.windows, self.rotary, self.mixtures or (False,) * self.layers, strict=True)]
+
+    def with_layers(self, numbers: Sequence[int]) -> DecoderConfig:
+        """Return the config of these layers alone."""
+        lists: dict[str, Any] = {
+            name: tuple(per_layer[number] for number in numbers) if (per_layer := getattr(self, name)) else ()
+            for name in ("windows", "rotary", "mixtures")
+        }
+        return replace(self, layers=len(numbers), **lists)
+
+    def mixture_of(self, layer: int) -> MixtureConfig | None:
+        """Return the mixture of a layer; None where it has an MLP."""
+        return self.mixture if self.mixtures and self.mixtures[layer] else None
+
+    def inner_of(self, layer: int) -> int:
+        """Return the width of a layer's MLP, or of the shared expert of its mixture; 0 without any."""
+        mixture = self.mixture_of(layer)
+        return self.inner if mixture is None else mixture.shared

@@ -26,9 +26,9 @@ from dsbd_cli.models.decoder.forward import Decoder, LayerInputs
 from dsbd_cli.models.forest_model import BaseForestModel, HiddenStateTap, ModelSize, address
 from dsbd_cli.models.kv_cache import KVCache, PlaneLayout
 from dsbd_cli.ops import recording
-from dsbd_cli.ops.interface import Ops
+from dsbd_cli.ops.interface import Linear, Ops
 from dsbd_cli.ops.recording import Arena, Program
-from dsbd_cli.ops.select import LAYERS
+from dsbd_cli.ops.select import EXPERTS, LAYERS
 
 MOST_NODES = 256  # of a program: with more nodes Python takes a small part of the time
 MOST_PROGRAMS = 64
@@ -156,31 +156,42 @@ class DecoderForestModel(BaseForestModel):
     @property
     def size(self) -> ModelSize:
         weights, config = self.decoder.weights, self.decoder.config
-        linears = [linear for layer in weights.layers for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-        held = [weight for linear in (*linears, weights.lm_head) for weight in linear.weights]
-        table = weights.table
-        shared = any(address(weight) == address(table) for weight in held)
-        read = sum(weight.nbytes for weight in held)
-        inputs = (config.hidden, config.heads * config.head_dim, config.hidden, config.inner) * config.layers
-        count = sum(sum(linear.parts) * wide for linear, wide in zip(linears, inputs, strict=True))
-        count += self._width * config.hidden
-        return ModelSize(read + (0 if shared else table.nbytes), read, 2 * count)
+        hidden, table, mixture = config.hidden, weights.table, config.mixture
+        products: list[tuple[Linear | None, int, float]] = [
+            (weights.lm_head, hidden, 1.0)
+        ]  # inputs, share that is read
+        for number, layer in enumerate(weights.layers):
+            products += [
+                (layer.qkv, hidden, 1.0),
+                (layer.out, config.heads * config.head_dim, 1.0),
+                (layer.gate_up, hidden, 1.0),
+                (layer.down, config.inner_of(number), 1.0),
+            ]
+            if layer.mixture is not None and mixture is not None:
+                share = mixture.chosen / mixture.experts
+                products += [
+                    (layer.mixture.router, hidden, 1.0),
+                    (layer.mixture.gate_up, hidden, share),
+                    (layer.mixture.down, mixture.inner, share),
+                ]
+        linears = [(linear, inputs, share) for linear, inputs, share in products if linear is not None]
+        held = [(weight, share) for linear, _, share in linears for weight in linear.weights]
+        shared = any(address(weight) == address(table) for weight, _ in held)
+        count = sum(sum(linear.parts) * inputs * share for linear, inputs, share in linears)
+        read = sum(weight.nbytes * share for weight, share in held)
+        total = sum(weight.nbytes for weight, _ in held) + (0 if shared else table.nbytes)
+        return ModelSize(total, int(read), int(2 * count))
 
     def shallow(self, each: int) -> DecoderForestModel:
         """Return a model of the same weights with the first `each` layers of every kind, and a cache of its own."""
         config, weights, kinds = self.decoder.config, self.decoder.weights, Counter[Hashable]()
         chosen = []
-        for number, kind in enumerate(zip(config.windows, config.rotary, strict=True)):
+        for number, kind in enumerate(config.layer_kinds):
             kinds[kind] += 1
             if kinds[kind] <= each:
                 chosen.append(number)
-        few = replace(
-            config,
-            layers=len(chosen),
-            windows=tuple(config.windows[number] for number in chosen),
-            rotary=tuple(config.rotary[number] for number in chosen),
-        )
         layers = replace(weights, layers=[weights.layers[number] for number in chosen])
+        few = config.with_layers(chosen)
         forest = DecoderForestModel(Decoder(few, layers, self.decoder.ops), self.name, self._settings)
         forest.attention = self.attention
         return forest
@@ -190,7 +201,7 @@ class DecoderForestModel(BaseForestModel):
         self._watched = frozenset() if tap is None else frozenset(tap.layers)
 
     def leave_kernels(self) -> bool:
-        plain = self.ops.without(*LAYERS, reason="a kernel failed")
+        plain = self.ops.without(*LAYERS, *EXPERTS, reason="a kernel failed")
         if self.attention is None and plain is self.ops:
             return False
         self.attention, self.decoder.ops = None, plain

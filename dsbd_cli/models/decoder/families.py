@@ -12,7 +12,8 @@ import torch
 
 from dsbd_cli.errors import one_line
 from dsbd_cli.models.checkpoints.generation import positions_of
-from dsbd_cli.models.decoder.config import DecoderConfig, Rotary
+from dsbd_cli.models.decoder.config import DecoderConfig, MixtureConfig, Rotary
+from dsbd_cli.ops.cpu.linear import COLUMNS
 
 ACTIVATIONS = {"silu": False, "gelu_pytorch_tanh": True}  # activation -> whether it is gelu (in its form with tanh)
 ROTARY_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
@@ -32,6 +33,10 @@ KNOWN = frozenset(
     sliding_window_pattern tie_word_embeddings task_specific_params tokenizer_class torch_dtype transformers_version
     unsloth_fixed unsloth_version use_bidirectional_attention use_cache use_sliding_window vocab_size
     attention_out_bias residual_dropout cache_implementation
+    clip_qkv decoder_sparse_step first_k_dense_replace mlp_layer_types mlp_only_layers moe_intermediate_size n_group
+    n_routed_experts n_shared_experts norm_topk_prob num_experts num_experts_per_tok num_local_experts
+    num_nextn_predict_layers num_shared_experts qkv_bias routed_scaling_factor router_aux_loss_coef router_jitter_noise
+    shared_expert_intermediate_size shared_intermediate_size topk_group use_qk_norm
     """.split()
 )
 
@@ -243,6 +248,162 @@ def _seed_oss(config: Any) -> dict[str, Any]:
     }
 
 
+# Mixtures of experts
+
+
+def _mixture(
+    config: Any, experts: int, inner: int, layers: Sequence[object] | None = None, **more: Any
+) -> dict[str, Any]:
+    """Return the mixture of a family. layers: per layer, whether it has the mixture; None: all have."""
+    if experts < 2 or 2 * inner % COLUMNS or config.hidden_size % COLUMNS:
+        raise _UnknownError(
+            f"it has {experts} experts of width {inner}, and widths must be multiples of {COLUMNS // 2}"
+        )
+    if not all(map(bool, layers or [True])) and config.intermediate_size <= 0:
+        raise _UnknownError(f"its MLPs have the width {config.intermediate_size}")
+    mixture = MixtureConfig(experts, config.num_experts_per_tok, inner, **more)
+    per_layer = tuple(map(bool, layers)) if layers is not None else (True,) * int(config.num_hidden_layers)
+    return {"mixture": mixture, "mixtures": per_layer} if any(per_layer) else {}
+
+
+def _qwen_mixture(config: Any, **more: Any) -> dict[str, Any]:
+    """Return the mixture of Qwen 2 and 3: every so many layers, but for those that are listed."""
+    layers = [
+        number not in config.mlp_only_layers and (number + 1) % config.decoder_sparse_step == 0
+        for number in range(config.num_hidden_layers)
+    ]
+    inner, normalised = config.moe_intermediate_size, bool(config.norm_topk_prob)
+    return _mixture(config, config.num_experts, inner, layers, normalised=normalised, **more)
+
+
+def _qwen2_moe(config: Any) -> dict[str, Any]:
+    return {
+        "qkv_bias": bool(config.qkv_bias),
+        **_qwen_mixture(
+            config, shared=config.shared_expert_intermediate_size, shared_name="mlp.shared_expert", shared_gate=True
+        ),
+    }
+
+
+def _qwen3_moe(config: Any) -> dict[str, Any]:
+    return {**_qwen3(config), **_qwen_mixture(config)}
+
+
+def _mixtral(config: Any) -> dict[str, Any]:
+    return _mixture(config, config.num_local_experts, config.intermediate_size, **_block_sparse_moe(config))
+
+
+def _block_sparse_moe(config: Any) -> dict[str, Any]:
+    """Return the names of Mixtral's tensors."""
+    return {
+        "router_name": "block_sparse_moe.gate",
+        "correction_name": "block_sparse_moe.e_score_correction_bias",
+        "experts_name": "block_sparse_moe.experts",
+        "parts": ("w1", "w3", "w2"),
+    }
+
+
+def _minimax_m2(config: Any) -> dict[str, Any]:
+    names = _block_sparse_moe(config)
+    experts, inner = config.num_local_experts, config.intermediate_size
+    return {
+        "norms_over_all_heads": True,
+        "windows": _no_windows(config),
+        **_mixture(config, experts, inner, sigmoid=True, corrected=True, **names),
+    }
+
+
+def _olmoe(config: Any) -> dict[str, Any]:
+    if config.clip_qkv is not None:
+        raise _UnknownError(f"its config says clip_qkv = {config.clip_qkv!r}, which is not known here")
+    return {
+        **_attention_bias(config),
+        "norms_over_all_heads": True,
+        "windows": _no_windows(config),
+        **_mixture(config, config.num_experts, config.intermediate_size, normalised=bool(config.norm_topk_prob)),
+    }
+
+
+def _flex_olmo(config: Any) -> dict[str, Any]:
+    experts, inner = config.num_experts, config.intermediate_size
+    return {**_olmo2(config), **_mixture(config, experts, inner, normalised=bool(config.norm_topk_prob))}
+
+
+def _granitemoe(config: Any) -> dict[str, Any]:
+    return {
+        **_granite(config),
+        **_mixture(
+            config,
+            config.num_local_experts,
+            config.intermediate_size,
+            router_name="block_sparse_moe.router.layer",
+            experts_name="block_sparse_moe.experts",
+            shared=int(getattr(config, "shared_intermediate_size", 0)),
+            shared_name="shared_mlp",
+            parts=(),
+        ),
+    }
+
+
+def _deepseek_mixture(config: Any, experts: int, layers: Sequence[object] | None = None, **more: Any) -> dict[str, Any]:
+    """Return a mixture with DeepSeek V3's router. layers: as in `_mixture`; None: all but the first."""
+    inner, groups = config.moe_intermediate_size, config.n_group
+    if layers is None:
+        layers = [number >= config.first_k_dense_replace for number in range(config.num_hidden_layers)]
+    if groups < 1 or experts % groups:
+        raise _UnknownError(f"its config says n_group = {groups}, with {experts} experts")
+    return _mixture(
+        config,
+        experts,
+        inner,
+        layers,
+        sigmoid=True,
+        corrected=True,
+        wide_router=True,
+        groups=groups,
+        chosen_groups=config.topk_group,
+        group_size=min(2, experts // groups),
+        normalised=bool(config.norm_topk_prob),
+        scale=float(config.routed_scaling_factor),
+        **{"shared": inner * (config.n_shared_experts or 0), **more},
+    )
+
+
+def _glm4_moe(config: Any) -> dict[str, Any]:
+    return {
+        "qkv_bias": bool(config.attention_bias),
+        "head_norms": bool(getattr(config, "use_qk_norm", False)),
+        "windows": _no_windows(config),
+        **_deepseek_mixture(config, config.num_local_experts),
+    }
+
+
+def _solar_open(config: Any) -> dict[str, Any]:
+    layers = [True] * config.num_hidden_layers
+    return {"windows": _no_windows(config), **_deepseek_mixture(config, config.num_local_experts, layers)}
+
+
+def _dots1(config: Any) -> dict[str, Any]:
+    return {**_attention_bias(config), "head_norms": True, **_deepseek_mixture(config, config.num_local_experts)}
+
+
+def _exaone_moe(config: Any) -> dict[str, Any]:
+    """Return the settings of EXAONE MoE. Where it has windows, layers without one do not rotate."""
+    windows = config.sliding_window is not None
+    layers = [kind == "sparse" for kind in config.mlp_layer_types]
+    return {
+        **_rotating(config, [not windows or kind == "sliding_attention" for kind in config.layer_types]),
+        "head_norms": True,
+        **_deepseek_mixture(
+            config,
+            config.num_experts,
+            layers,
+            shared=config.moe_intermediate_size * config.num_shared_experts,
+            correction_name="mlp.e_score_correction_bias",
+        ),
+    }
+
+
 FAMILIES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "llama": _llama,
     "mistral": _as_common,
@@ -259,4 +420,16 @@ FAMILIES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "olmo3": _olmo2,
     "exaone4": _exaone4,
     "seed_oss": _seed_oss,
+    "qwen2_moe": _qwen2_moe,
+    "qwen3_moe": _qwen3_moe,
+    "mixtral": _mixtral,
+    "minimax_m2": _minimax_m2,
+    "olmoe": _olmoe,
+    "flex_olmo": _flex_olmo,
+    "granitemoe": _granitemoe,
+    "granitemoeshared": _granitemoe,
+    "glm4_moe": _glm4_moe,
+    "solar_open": _solar_open,
+    "dots1": _dots1,
+    "exaone_moe": _exaone_moe,
 }

@@ -57,6 +57,12 @@ class Decoder:
             for number, layer in enumerate(weights.layers)
             for name, _ in layer.linears
         ]
+        products += [
+            (f"{number}.mixture.{name}", layer.mixture, name)
+            for number, layer in enumerate(weights.layers)
+            if layer.mixture is not None
+            for name, _ in layer.mixture.linears
+        ]
         # first the largest, so that packing it, which takes memory for a while, finds the most memory free
         return [("lm_head", weights, "lm_head"), *products] if isinstance(weights.lm_head, PlainLinear) else products
 
@@ -83,8 +89,7 @@ class Decoder:
                 copies[number] = recording.copy(residual)
             branch = self._leave(layer.attention_norm, self._attention(number, layer, x, inputs))
             x, residual = self._enter(layer.mlp_norm, residual, branch)
-            gated = self.ops.gated(layer.gate_up.compute(x), self.config.gelu)
-            branch = self._leave(layer.output_norm, layer.down.compute(gated))
+            branch = self._leave(layer.output_norm, self._mlp(layer, x))
         assert branch is not None
         if (count := self.config.layers) in watched:
             last = residual, branch
@@ -126,6 +131,25 @@ class Decoder:
         query = self.ops.rotate(qkv, cos, sin, inputs.slots, keys, values, norms=norms)
         attended = self.ops.attend(number, query, inputs.attention)
         return layer.out.compute(attended.flatten(2))
+
+    def _mlp(self, layer: LayerWeights, x: Tensor) -> Tensor:
+        """Return the output [R, n, H] of a layer's MLP, or of its mixture of experts."""
+        gelu, experts, mixture, mlp = self.config.gelu, self.ops.experts, layer.mixture, None
+        if layer.gate_up is not None and layer.down is not None:
+            mlp = layer.down.compute(self.ops.gated(layer.gate_up.compute(x), gelu))
+        if mixture is None:
+            assert mlp is not None
+            return mlp
+        tokens = x.flatten(0, 1)
+        wide = self.config.mixture is not None and self.config.mixture.wide_router and x.dtype != torch.float32
+        logits = mixture.router.compute(recording.compute(tokens.float) if wide else tokens)
+        routes = experts.route(mixture.settings, logits)
+        rows = experts.spread(tokens, routes)
+        gated = self.ops.gated(mixture.gate_up.compute_routed(rows, routes), gelu)
+        outputs = mixture.down.compute_routed(gated, routes)
+        gate = None if mixture.shared_gate is None else mixture.shared_gate.compute(tokens)
+        summed: Tensor = experts.combine(outputs, routes, None if mlp is None else mlp.flatten(0, 1), gate)
+        return summed.view(x.shape)
 
     def _enter(self, norm: Norm | None, residual: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor]:
         """Add the previous branch, where there is one, to the residual stream. Return the input of the next branch,

@@ -18,7 +18,7 @@ from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.models.checkpoints.checkpoint import Checkpoint, Tensors
 from dsbd_cli.models.checkpoints.generation import CheckpointSettings
 from dsbd_cli.models.checkpoints.lm_head import TrimmedLMHead
-from dsbd_cli.models.checkpoints.loader import too_small
+from dsbd_cli.models.checkpoints.loader import device_of, too_small
 from dsbd_cli.models.decoder.config import DecoderConfig
 from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
 from dsbd_cli.models.decoder.families import decoder_config_of
@@ -29,7 +29,7 @@ from dsbd_cli.models.decoder.weights import read_weights
 from dsbd_cli.models.forest_model import calibration_tokens
 from dsbd_cli.ops.interface import Ops
 from dsbd_cli.ops.quantized_weight import QuantizedWeight
-from dsbd_cli.ops.select import DECODER, ops_for, quantize_missing
+from dsbd_cli.ops.select import DECODER, EXPERTS, ops_for, quantize_missing
 
 TOKENS = 24  # of a text that is compared with transformers
 SEED = 20  # of its random tokens
@@ -63,7 +63,10 @@ def decoder_config_or_reason(checkpoint: Checkpoint) -> DecoderConfig | str:
         return "a device map spreads it"
     if spec.trust_remote_code and getattr(config, "auto_map", None):
         return "it brings its own code"
-    return decoder_config_of(config)
+    made = decoder_config_of(config)
+    if isinstance(made, DecoderConfig) and made.mixture is not None and device_of(spec).type != "cpu":
+        return "its experts run on a CPU alone"
+    return made
 
 
 def build_decoder(parts: DecoderParts, stock: Callable[[], Any], kernels: frozenset[str]) -> DecoderForestModel:
@@ -165,9 +168,7 @@ def first_part(parts: DecoderParts, layers: int, vocabulary: int) -> DecoderPart
     for name in ("model.embed_tokens.weight", "embed_tokens.weight", "lm_head.weight"):
         if name in tensors:
             tensors[name] = partial(_first_rows, tensors[name], rows)
-    few = replace(
-        config, layers=layers, vocabulary=vocabulary, windows=config.windows[:layers], rotary=config.rotary[:layers]
-    )
+    few = replace(config.with_layers(range(layers)), vocabulary=vocabulary)
     return replace(parts, config=few, tensors=tensors, lm_head=None)
 
 
@@ -178,7 +179,7 @@ def _first_rows(read: Callable[[], Any], rows: Tensor) -> Any:
 
 def layers_of_each_kind(config: DecoderConfig, least: int) -> int:
     """Return the number of layers, from the first on, among which every kind of layer is, `least` or more."""
-    kinds = [*zip(config.windows, config.rotary, strict=True)]
+    kinds = config.layer_kinds
     return max(least, *(kinds.index(kind) + 1 for kind in set(kinds)))
 
 
@@ -187,7 +188,11 @@ def decoder_ops(
 ) -> Ops:
     """Return the operations of a decoder. kernels: names of the kernels that a GPU may run."""
     widths = {decoder_config.hidden, decoder_config.inner, decoder_config.head_dim // 2}
+    wanted: tuple[str, ...] = DECODER
+    if decoder_config.mixture is not None:
+        widths |= {decoder_config.mixture.inner, decoder_config.mixture.shared}
+        wanted = (*DECODER, *EXPERTS)
     if decoder_config.norms_over_all_heads:
         widths |= {decoder_config.heads * decoder_config.head_dim, decoder_config.kv_heads * decoder_config.head_dim}
-    ops = ops_for(device, dtype, DECODER, widths=frozenset(widths), kernels=None if kernels else False)
+    ops = ops_for(device, dtype, wanted, widths=frozenset(widths), kernels=None if kernels else False)
     return ops.without(*(set(ops.by("triton")) - kernels))

@@ -15,13 +15,14 @@ from dsbd_cli.models.decoder.forward import Decoder
 from dsbd_cli.models.decoder.weights import PlainLinear
 from dsbd_cli.ops.interface import LEAST_WEIGHTS, Linear, Ops
 from dsbd_cli.ops.quantized_weight import QuantizedWeight
-from dsbd_cli.ops.reference import outlier_channels
+from dsbd_cli.ops.reference import Routes, outlier_channels
 from dsbd_cli.ops.select import quantized_linear, stored_linear
 
 Outliers = Mapping[str, Tensor]
 """Input channels [k] of each product that are not quantized, by the product's name: `3.qkv`, `lm_head`."""
 
 INT8_IN_INT4 = ("qkv", "lm_head")  # products that int4 makes int8: four bits cost most there (benchmarks/LOG.md)
+PLAIN = ("router", "shared_gate")  # products that choose and weigh experts; they are small
 
 
 def pack_decoder(decoder: Decoder, device: torch.device) -> None:
@@ -40,7 +41,7 @@ def quantize_decoder(
     made, dtype = 0, decoder.weights.dtype
     for full, owner, name in decoder.plain_products():
         linear: PlainLinear = getattr(owner, name)
-        if sum(weight.numel() for weight in linear.weights) < least:
+        if name in PLAIN or sum(weight.numel() for weight in linear.weights) < least:
             continue
         if weight_format is not None:
             own = "int8" if name in INT8_IN_INT4 else weight_format
@@ -68,7 +69,13 @@ def find_outliers(decoder: Decoder, calibrate: Callable[[], object]) -> dict[str
     finally:
         for (_, owner, name), linear in zip(products, before, strict=True):
             setattr(owner, name, linear)
-    return {name: outlier_channels(watcher.largest) for name, watcher in watched.items() if watcher.largest is not None}
+    return {name: _outliers(name, watcher.largest) for name, watcher in watched.items() if watcher.largest is not None}
+
+
+def _outliers(name: str, largest: Tensor) -> Tensor:
+    """Return the channels [k] of a product's input that are not quantized, by the largest magnitude [i] in each. In the
+    second product experts have inputs of their own, so no channel stands out in all of them."""
+    return torch.empty(0, dtype=torch.int64) if name.endswith("mixture.down") else outlier_channels(largest)
 
 
 def pack_as_stored(decoder: Decoder, calibrate: Callable[[], object], least: int = LEAST_WEIGHTS) -> dict[str, Tensor]:
@@ -78,7 +85,7 @@ def pack_as_stored(decoder: Decoder, calibrate: Callable[[], object], least: int
     The tokens run through products that are packed already, so no weight is dequantised for them. Their logits are
     zeros, which nothing reads.
     """
-    turns = [(full, owner, name, _PackedInTurn(getattr(owner, name), decoder.weights.dtype, name == "lm_head"))
+    turns = [(full, owner, name, _PackedInTurn(getattr(owner, name), decoder.weights.dtype, full))
              for full, owner, name in decoder.plain_products() if _is_stored(getattr(owner, name), least)]  # fmt: skip
     for _, owner, name, turn in turns:
         setattr(owner, name, turn)
@@ -97,48 +104,61 @@ def _is_stored(linear: PlainLinear, least: int) -> bool:
 
 
 class _PackedInTurn:
-    """A product of a quantised file that is packed when its first inputs come.
-
-    last: its results are zeros.
-    """
+    """A product of a quantised file that is packed when its first inputs come. The results of the LM head are zeros."""
 
     product: Any = None
 
-    def __init__(self, inner: PlainLinear, dtype: torch.dtype, last: bool) -> None:
-        self._inner, self._dtype, self._last = inner, dtype, last
+    def __init__(self, inner: PlainLinear, dtype: torch.dtype, name: str) -> None:
+        self._inner, self._dtype, self._name = inner, dtype, name
         self.outliers = torch.empty(0, dtype=torch.int64)
         self.parts, self.weights, self.compiled = inner.parts, inner.weights, False
 
     def compute(self, x: Tensor) -> Tensor:
         """Return the product [..., o] of x [..., i]."""
-        if self.product is None:
-            self.outliers = outlier_channels(x.reshape(-1, x.shape[-1]).abs().amax(0).float())
-            self.product = stored_linear(self._inner.weights, self._inner.biases, self.outliers, self._dtype)
-        result: Tensor = (
-            x.new_zeros(1).expand(*x.shape[:-1], sum(self.parts)) if self._last else self.product.compute(x)
-        )
+        product = self._packed(x)
+        last = self._name == "lm_head"
+        result: Tensor = x.new_zeros(1).expand(*x.shape[:-1], sum(self.parts)) if last else product.compute(x)
         return result
+
+    def compute_routed(self, x: Tensor, routes: Routes) -> Tensor:
+        """Return the products of rows x [r, i], each with the weights of its expert."""
+        result: Tensor = self._packed(x).compute_routed(x, routes)
+        return result
+
+    def _packed(self, x: Tensor) -> Any:
+        if self.product is None:
+            self.outliers = _outliers(self._name, x.reshape(-1, x.shape[-1]).abs().amax(0).float())
+            self.product = stored_linear(self._inner.weights, self._inner.biases, self.outliers, self._dtype)
+        return self.product
 
 
 class _Watched:
     """A product that records the largest magnitude in each of its input channels."""
 
-    def __init__(self, inner: Linear) -> None:
+    def __init__(self, inner: PlainLinear) -> None:
         self._inner, self.parts, self.weights, self.compiled = inner, inner.parts, inner.weights, False
         self.largest: Tensor | None = None
 
     def compute(self, x: Tensor) -> Tensor:
         """Return the product [..., o] of x [..., i] and record the magnitudes of x."""
+        self._record(x)
+        return self._inner.compute(x)
+
+    def compute_routed(self, x: Tensor, routes: Routes) -> Tensor:
+        """Return the products of rows x [r, i], each with the weights of its expert, and record the magnitudes of x."""
+        self._record(x)
+        return self._inner.compute_routed(x, routes)
+
+    def _record(self, x: Tensor) -> None:
         seen = x.detach().reshape(-1, x.shape[-1]).abs().amax(0).float()
         self.largest = seen if self.largest is None else torch.maximum(self.largest, seen)
-        return self._inner.compute(x)
 
 
 def packed(linear: PlainLinear, dtype: torch.dtype, device: torch.device, ops: Ops) -> Linear:
     """Return a product packed for a device, or the plain product where nothing packs it. Weights of a quantised file
     are dequantised."""
-    weights, biases = linear.converted(dtype, device)
-    if (product := ops.linear(weights, biases)) is not None:
+    weights, biases = linear.converted(linear.own_dtype or dtype, device)
+    if (product := ops.linear(weights, biases, linear.experts)) is not None:
         return product
     stored = any(isinstance(weight, QuantizedWeight) for weight in linear.weights)
-    return PlainLinear(weights, biases) if stored else linear
+    return PlainLinear(weights, biases, linear.experts) if stored else linear

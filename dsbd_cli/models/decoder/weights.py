@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from dsbd_cli.models.checkpoints.checkpoint import Tensors
 from dsbd_cli.models.checkpoints.lm_head import TrimmedLMHead
-from dsbd_cli.models.decoder.config import DecoderConfig
+from dsbd_cli.models.decoder.config import DecoderConfig, MixtureConfig
 from dsbd_cli.ops import recording
-from dsbd_cli.ops.interface import Linear
+from dsbd_cli.ops.interface import ExpertsLinear, Linear
 from dsbd_cli.ops.quantized_weight import QuantizedWeight
-from dsbd_cli.ops.reference import Norm
+from dsbd_cli.ops.reference import Norm, Router, Routes
 
 NORMS = ("input_norm", "attention_norm", "mlp_norm", "output_norm")
 
@@ -36,11 +36,19 @@ class PlainLinear:
 
     compiled = False
 
-    def __init__(self, weights: Sequence[Weight], biases: Sequence[Tensor | None]) -> None:
-        """weights: [o, i] each. biases: [o] or None each."""
+    def __init__(
+        self,
+        weights: Sequence[Weight],
+        biases: Sequence[Tensor | None],
+        experts: int = 1,
+        own_dtype: torch.dtype | None = None,
+    ) -> None:
+        """weights: [o, i] each. biases: [o] or None each. experts: of a mixture, to which the same number of weights
+        each belongs. own_dtype: that it computes in, where it is not the model's."""
         self.weights: list[Any] = [*weights]
         self.biases = [*biases]
         self.parts = [len(weight) for weight in weights]
+        self.experts, self.own_dtype = experts, own_dtype
 
     def to(self, device: torch.device) -> None:
         """Move the weights to a device, in place. Quantised ones stay in their file."""
@@ -57,28 +65,62 @@ class PlainLinear:
         """Return the products [..., o] of x [..., i], side by side."""
         return recording.compute(lambda: self._computed(x))
 
-    def _computed(self, x: Tensor) -> Tensor:
+    def compute_routed(self, x: Tensor, routes: Routes) -> Tensor:
+        """Return the products of rows x [r, i], each with the weights of its expert: [r, o / experts]."""
+
+        def compute() -> Tensor:
+            out = x.new_empty(len(x), sum(self.parts) // self.experts)
+            number, entries = len(self.parts) // self.experts, routes.table[1:].view(-1, 3)
+            for expert, begin, end in entries[: int(routes.table[0])].tolist():
+                out[begin:end] = self._computed(x[begin:end], slice(expert * number, (expert + 1) * number))
+            return out
+
+        return recording.compute(compute)
+
+    def _computed(self, x: Tensor, some: slice = slice(None)) -> Tensor:
         parts = [
             nn.functional.linear(x, weight.to(dtype=x.dtype), None if bias is None else bias.to(x.dtype))
-            for weight, bias in zip(self.weights, self.biases, strict=True)
+            for weight, bias in zip(self.weights[some], self.biases[some], strict=True)
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
 
 @dataclass(slots=True)
+class MixtureWeights:
+    """Weights of a layer's mixture of experts. router: [E, hidden]. gate_up, down: of each expert in turn. shared_gate:
+    [1, hidden]; None without one."""
+
+    router: Linear
+    settings: Router
+    gate_up: ExpertsLinear
+    down: ExpertsLinear
+    shared_gate: Linear | None = None
+
+    @property
+    def linears(self) -> Iterator[tuple[str, PlainLinear]]:
+        """Products that still have the checkpoint's plain weights, by field."""
+        for name in ("router", "gate_up", "down", "shared_gate"):
+            linear = getattr(self, name)
+            if isinstance(linear, PlainLinear):
+                yield name, linear
+
+
+@dataclass(slots=True)
 class LayerWeights:
     """Weights of one layer. Norms are [hidden]; head_norms, of queries and of keys, are [head_dim] or as wide as all
-    heads. None: the layer lacks the norm."""
+    heads. None: the layer lacks the norm. gate_up, down: of the MLP, or of the shared expert of a mixture; None where
+    the mixture has none."""
 
     qkv: Linear
     out: Linear
-    gate_up: Linear
-    down: Linear
+    gate_up: Linear | None
+    down: Linear | None
     input_norm: Norm | None = None
     attention_norm: Norm | None = None
     mlp_norm: Norm | None = None
     output_norm: Norm | None = None
     head_norms: tuple[Norm, Norm] | None = None
+    mixture: MixtureWeights | None = None
 
     @property
     def linears(self) -> Iterator[tuple[str, PlainLinear]]:
@@ -121,6 +163,10 @@ class DecoderWeights:
                 layer.head_norms = layer.head_norms[0].to(device), layer.head_norms[1].to(device)
             for _, linear in layer.linears:
                 linear.to(device)
+            if layer.mixture is not None:
+                layer.mixture.settings = layer.mixture.settings.to(device)
+                for _, linear in layer.mixture.linears:
+                    linear.to(device)
         if isinstance(self.lm_head, PlainLinear):
             self.lm_head.to(device)
 
@@ -158,11 +204,13 @@ class WeightReader:
     dtype: torch.dtype
 
     def tensor(self, name: str, *shape: int) -> Any:
-        """Return a tensor of the body, or a quantised weight; checkpoints name it with or without `model.`."""
+        """Return a tensor of the body, or a quantised weight; checkpoints name it with or without `model.`. shape: of
+        the tensor; none: any."""
         for full in (f"model.{name}", name):
             if full in self.tensors:
                 tensor = self.tensors[full]()
-                _check(full, tensor, shape)
+                if shape:
+                    _check(full, tensor, shape)
                 return tensor
         raise KeyError(f"model.{name}")
 
@@ -186,17 +234,72 @@ class WeightReader:
             )
         if config.fused:
             qkv = self._parts(f"{at}self_attn.qkv_proj", (query, key, key), inputs)
-            gate_up = self._parts(f"{at}mlp.gate_up_proj", (2 * config.inner,), config.hidden)
         else:
             heads = [(f"{at}self_attn.{name}_proj", size) for name, size in (("q", query), ("k", key), ("v", key))]
             qkv = self._joined(heads, inputs, bias=config.qkv_bias)
-            sides = [(f"{at}mlp.{name}_proj", config.inner) for name in ("gate", "up")]
-            gate_up = self._joined(sides, config.hidden, bias=config.mlp_bias)
         qkv.weights = [*map(self._rotated_first, qkv.weights[:2]), qkv.weights[2]]
         qkv.biases = [*(None if bias is None else self._rotated_first(bias) for bias in qkv.biases[:2]), qkv.biases[2]]
         out = self._joined([(f"{at}self_attn.o_proj", config.hidden)], query, bias=config.out_bias)
-        down = self._joined([(f"{at}mlp.down_proj", config.hidden)], config.inner, bias=config.mlp_bias)
-        return LayerWeights(qkv, out, gate_up, down, **norms, head_norms=head_norms)
+        mixture = config.mixture_of(number)
+        gate_up, down = self._mlp(f"{at}mlp" if mixture is None else at + mixture.shared_name, config.inner_of(number))
+        more = None if mixture is None else self._mixture(at, mixture)
+        return LayerWeights(qkv, out, gate_up, down, **norms, head_norms=head_norms, mixture=more)
+
+    def _mlp(self, name: str, inner: int) -> tuple[PlainLinear | None, PlainLinear | None]:
+        """Return the products of an MLP. inner: its width; 0: there is none."""
+        config = self.config
+        if not inner:
+            return None, None
+        if config.fused:
+            gate_up = self._parts(f"{name}.gate_up_proj", (2 * inner,), config.hidden)
+        elif f"model.{name}.input_linear.weight" in self.tensors:  # Granite
+            return (
+                self._joined([(f"{name}.input_linear", 2 * inner)], config.hidden, bias=False),
+                self._joined([(f"{name}.output_linear", config.hidden)], inner, bias=False),
+            )
+        else:
+            sides = [(f"{name}.{side}_proj", inner) for side in ("gate", "up")]
+            gate_up = self._joined(sides, config.hidden, bias=config.mlp_bias)
+        return gate_up, self._joined([(f"{name}.down_proj", config.hidden)], inner, bias=config.mlp_bias)
+
+    def _mixture(self, at: str, mixture: MixtureConfig) -> MixtureWeights:
+        """Return the weights of the mixture of the layer whose tensors' names begin with `at`."""
+        hidden, inner, count = self.config.hidden, mixture.inner, mixture.experts
+        weight = self.tensor(f"{at}{mixture.router_name}.weight", count, hidden)
+        router = PlainLinear([weight], [None], own_dtype=torch.float32 if mixture.wide_router else None)
+        correction = None
+        if mixture.corrected:
+            correction = self.tensor(f"{at}{mixture.correction_name}").float().flatten().contiguous()
+            _check(f"{at}{mixture.correction_name}", correction, (count,))
+        names = [f"{at}{mixture.experts_name}.{number}." for number in range(count)]
+        if mixture.parts and f"model.{names[0]}{mixture.parts[0]}.weight" in self.tensors:
+            gate, up, down = mixture.parts
+            pairs = [(f"{name}{side}", inner) for name in names for side in (gate, up)]
+            gate_up = self._joined(pairs, hidden, bias=False)
+            outputs = self._joined([(f"{name}{down}", hidden) for name in names], inner, bias=False)
+        else:
+            gate_up, outputs = (
+                PlainLinear([*self._stacked(at, mixture, name, *shape)], [None] * count)
+                for name, shape in (
+                    (("gate_up_proj", "input_linear.weight"), (2 * inner, hidden)),
+                    (("down_proj", "output_linear.weight"), (hidden, inner)),
+                )
+            )
+        gate_up.experts = outputs.experts = count
+        shared_gate = None
+        if mixture.shared_gate:
+            shared_gate = self._joined([(f"{at}{mixture.shared_name}_gate", 1)], hidden, bias=False)
+        settings = Router(
+            mixture.chosen, mixture.sigmoid, correction, mixture.groups, mixture.chosen_groups, mixture.group_size,
+            mixture.normalised, mixture.least_sum, mixture.scale,
+        )  # fmt: skip
+        return MixtureWeights(router, settings, gate_up, outputs, shared_gate)
+
+    def _stacked(self, at: str, mixture: MixtureConfig, names: tuple[str, str], *shape: int) -> Any:
+        """Return the tensor [E, o, i] that holds a weight of all experts: as transformers names it, or Granite."""
+        granite = f"{at}{mixture.experts_name.rpartition('.')[0]}.{names[1]}"
+        name = granite if f"model.{granite}" in self.tensors else f"{at}{mixture.experts_name}.{names[0]}"
+        return self.tensor(name, mixture.experts, *shape)
 
     def _norm_names(self) -> list[tuple[str, str]]:
         """Return the norms of hidden states: their fields in LayerWeights and their names in checkpoints."""

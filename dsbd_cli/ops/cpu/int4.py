@@ -25,6 +25,7 @@ from dsbd_cli.ops.cpu.runtime import CpuKernel, fields, kernels, layout, offsets
 from dsbd_cli.ops.memory import allocate_weights
 from dsbd_cli.ops.processor import Processor, current
 from dsbd_cli.ops.quantized_weight import GROUP, Blocks, FourBit
+from dsbd_cli.ops.reference import Routes
 
 MOST_LEVEL = 15
 GROUP_BYTES = COLUMNS * GROUP // 2 + 2 * COLUMNS * 2  # levels, scales and offsets in float16
@@ -145,12 +146,12 @@ class CompiledInt4(int8.CompiledInt8):
         return *self._levels(x, sums), sums
 
     def multiply(  # type: ignore[override]  # the results of `levels`
-        self, levels: Tensor, steps: Tensor, outlier_x: Tensor, sums: Tensor
+        self, levels: Tensor, steps: Tensor, outlier_x: Tensor, sums: Tensor, routes: Routes | None = None
     ) -> Tensor:
         rows = len(levels)
         narrow = current() < Processor.AVX512 and rows > 1  # it reads groups strip by strip
         piece = PIECE if narrow or rows > FEW_ROWS else self._groups
-        return self._multiply(self._kernel(), self._groups, piece, sums, levels, steps, outlier_x, self.table)
+        return self._multiply(self._kernel(), self._groups, piece, sums, levels, steps, outlier_x, self.table, routes)
 
     def _kernel(self) -> CpuKernel:
         """Return the kernel that multiplies."""

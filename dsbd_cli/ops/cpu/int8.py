@@ -38,6 +38,7 @@ from dsbd_cli.ops.cpu.runtime import (
 from dsbd_cli.ops.memory import allocate_weights
 from dsbd_cli.ops.processor import int8_tile
 from dsbd_cli.ops.quantized_weight import GROUP, Blocks, FourBit, QuantizedWeight
+from dsbd_cli.ops.reference import Routes
 
 LEVELS = 127
 ZERO = 128  # offset of inputs, which are unsigned: for signed ones torch takes a kernel a thousand times slower
@@ -211,9 +212,9 @@ class CompiledInt8:
                 del owners
         return torch.cat(outlier_weights)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Compute the product: x [r, i] -> [r, o]."""
-        return self.multiply(*self.levels(x))
+    def __call__(self, x: Tensor, routes: Routes | None = None) -> Tensor:
+        """Compute the product: x [r, i] -> [r, o]. routes: the expert of each row, whose outputs alone are computed."""
+        return self.multiply(*self.levels(x), routes=routes)
 
     def _quantize_rows(
         self, rows: Tensor, unit: int, first: int, sums: Tensor, forms: Tensor | None = None, of: Tensor | None = None
@@ -269,10 +270,10 @@ class CompiledInt8:
         recording.launch(compiled()[0], arguments, rows * self._inputs, items)
         return levels, steps, outlier_x
 
-    def multiply(self, levels: Tensor, steps: Tensor, outlier_x: Tensor) -> Tensor:
+    def multiply(self, levels: Tensor, steps: Tensor, outlier_x: Tensor, routes: Routes | None = None) -> Tensor:
         quads = self._inputs // 4
-        piece = Parts.of(len(levels), self._blocks, quads, kinds=2).piece
-        return self._multiply(compiled()[1], quads, piece, self._offsets, levels, steps, outlier_x)
+        piece = Parts.of(len(levels), self._blocks, quads, kinds=2, routes=routes).piece
+        return self._multiply(compiled()[1], quads, piece, self._offsets, levels, steps, outlier_x, routes=routes)
 
     def _multiply(
         self,
@@ -284,12 +285,13 @@ class CompiledInt8:
         steps: Tensor,
         outlier_x: Tensor,
         table: Tensor | None = None,
+        routes: Routes | None = None,
     ) -> Tensor:
         """Run a kernel that multiplies. lines: of a block of weights, or its groups, of which a thread works on `piece`
         at a time."""
-        rows, columns = levels.shape[0], self.scales.shape[0]
+        rows, columns = levels.shape[0], self.scales.shape[0] // (1 if routes is None else routes.experts)
         out = recording.empty(rows, columns, dtype=self._dtype)
-        parts = Parts.of(rows, self._blocks, lines, kinds=2)
+        parts = Parts.of(rows, self._blocks, lines, kinds=2, routes=routes)
         sums = parts.scratch()
         arguments = Int8Arguments(
             *parts.arguments(sums), levels.data_ptr(), levels.stride(0), self.weights.data_ptr(), lines, piece,
@@ -299,7 +301,7 @@ class CompiledInt8:
             0 if table is None else table.data_ptr(),
         )  # fmt: skip
         recording.launch(kernel, arguments, rows * columns * self._inputs, parts.items)
-        return out if columns == self._outputs else out[:, : self._outputs]
+        return out if routes is not None or columns == self._outputs else out[:, : self._outputs]
 
 
 def _ordinary_mask(inputs: int, outliers: Tensor) -> Tensor:
@@ -357,6 +359,11 @@ class Int8Product:
     def compute(self, x: Tensor) -> Tensor:
         """Compute the product: x [..., i] -> [..., o], with the outputs of all layers side by side."""
         return self.backend(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], sum(self.parts))
+
+    def compute_routed(self, x: Tensor, routes: Routes) -> Tensor:
+        """Compute the products of rows x [r, i], each with the weights of its expert, [r, o / experts]."""
+        assert isinstance(self.backend, CompiledInt8)
+        return self.backend(x, routes)
 
 
 @functools.cache

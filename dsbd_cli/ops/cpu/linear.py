@@ -34,12 +34,14 @@ from dsbd_cli.ops.cpu.runtime import (
 )
 from dsbd_cli.ops.memory import allocate_weights
 from dsbd_cli.ops.processor import Processor, bfloat16_tile, current, on_amd
+from dsbd_cli.ops.reference import Routes
 
 ROWS_HINT = 32  # tokens for which torch chooses its blocks; measured: any hint from 8 to 512 gives the same blocks
 LEAST_ROWS = 4  # fewer rows take torch longer; measured: 1 row 0.65 ms, 4 rows 0.51 ms for 5632 x 2048 in bfloat16
 MIN_FEATURES = 64
 NOTHING_PACKS = "nothing packs weights"
 COLUMNS = 64  # outputs that our kernels compute at once
+EXPERT_ITEMS = 8  # parts of a product with experts that each thread takes, about
 # For matrix units. They multiply SIDES rows, of SIDES words each, at once. For up to ROWS_AT_ONCE rows of x, weights
 # that are stored in rows are read from memory once. For more, a thread turns a piece of them into lines, which its
 # cache holds. SPARE_LINES: lines between the sums of a thread and its room (see `Parts.of`).
@@ -81,6 +83,7 @@ class Parts(NamedTuple):
 
     items: parts that threads take, of up to `chunk` rows and `share` blocks each. piece: lines of weights between two
     stores of the sums. sums: the shape of the memory for the sums of all threads, [threads, lines, COLUMNS] float32.
+    routes: which expert each row has, whose `blocks` blocks it is multiplied by; None: each row has all blocks.
     """
 
     rows: int
@@ -90,11 +93,20 @@ class Parts(NamedTuple):
     items: int
     piece: int
     sums: tuple[int, int, int]
+    routes: Routes | None = None
 
     @staticmethod
-    def of(rows: int, blocks: int, lines: int, kinds: int = 1, room: int = 0) -> Parts:
-        """Divide a product. lines: of weights per block. kinds: sums per output. room: more lines for each thread."""
-        return _parts(rows, blocks, lines, kinds, room, torch.get_num_threads())
+    def of(rows: int, blocks: int, lines: int, kinds: int = 1, room: int = 0, routes: Routes | None = None) -> Parts:
+        """Divide a product. blocks: of all experts. lines: of weights per block. kinds: sums per output. room: more
+        lines for each thread."""
+        threads = torch.get_num_threads()
+        if routes is None:
+            return _parts(rows, blocks, lines, kinds, room, threads)
+        own, active = blocks // routes.experts, min(rows, routes.experts)
+        share = min(max(1, own * active // (EXPERT_ITEMS * threads)), own)
+        piece = _parts(-(-rows // active), own, lines, kinds, room, threads).piece
+        made = _parts(rows, own, lines, kinds, room, threads)
+        return made._replace(share=share, items=-(-own // share) * active, piece=piece, routes=routes)
 
     def scratch(self) -> Tensor:
         """Return memory for the sums."""
@@ -103,7 +115,8 @@ class Parts(NamedTuple):
     def arguments(self, scratch: Tensor) -> tuple[int, ...]:
         """Return the values of the fields PRODUCT. scratch: memory for the sums."""
         sums = scratch.data_ptr(), self.sums[1] * COLUMNS * 4
-        return 0, 0, self.items, self.rows, self.chunk, self.blocks, self.share, *sums
+        routes = 0 if self.routes is None else self.routes.table.data_ptr()
+        return 0, 0, self.items, self.rows, self.chunk, self.blocks, self.share, *sums, routes
 
 
 @functools.lru_cache(1024)
@@ -142,7 +155,8 @@ def _lines(rows: Tensor, count: int, like: Tensor, out: Tensor | None = None) ->
     the place of the others. like: [., i], a tensor of the same dtype and width. out: as in `picked_lines`."""
     steps, zeros = like.shape[1] * like.element_size() // 4, torch.zeros_like(like[0]).contiguous()
     rows[count:] = zeros.data_ptr()
-    made = allocate_weights(len(rows) * steps * 4).view(torch.int32).view(-1, steps, COLUMNS) if out is None else out
+    made = allocate_weights(len(rows) * steps * 4).view(torch.int32) if out is None else out
+    made = made.view(len(rows) // COLUMNS, steps, COLUMNS)
     compiled()[1](PackArguments(0, 0, len(made), rows.data_ptr(), steps, made.data_ptr()), made.numel(), len(made))
     return made
 
@@ -188,13 +202,14 @@ class CompiledLinear:
         """Return whether a row of the weights [o, i] fills whole words of four bytes."""
         return weight.shape[1] * weight.element_size() % 4 == 0
 
-    def __init__(self, weights: Sequence[Tensor], picked: Tensor | None = None) -> None:
-        """weights: [o, i] of each layer. picked: [o] int64, rows of the only weight; None: all rows of all weights."""
+    def __init__(self, weights: Sequence[Tensor], picked: Tensor | None = None, *, experts: bool = False) -> None:
+        """weights: [o, i] of each layer. picked: [o] int64, rows of the only weight; None: all rows of all weights.
+        experts: rows will have experts."""
         like, self.dtype = weights[0], weights[0].dtype
         self.outputs = sum(map(len, weights)) if picked is None else len(picked)
         self._unit = like.element_size()
         self._steps = like.shape[1] * self._unit // 4
-        in_groups = picked is None and self._unit == 2 and bfloat16_tile() == "amx"
+        in_groups = picked is None and not experts and self._unit == 2 and bfloat16_tile() == "amx"
         self._in_rows = in_groups and readable_in_groups(weights)
         if self._in_rows:
             self._places, self.weights = row_groups(weights)
@@ -212,16 +227,17 @@ class CompiledLinear:
             return 0
         return SPARE_LINES + (-(-rows // SIDES) * -(-self._steps * SIDES // COLUMNS) if rows <= ROWS_AT_ONCE else PIECE)
 
-    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute the product: x [..., i] -> [..., o]. bias: as `bias` returned it."""
-        unit, blocks, steps = self._unit, self._blocks, self._steps
-        columns = blocks * COLUMNS
+    def __call__(self, x: Tensor, bias: Tensor | None, routes: Routes | None = None) -> Tensor:
+        """Compute the product: x [..., i] -> [..., o]. bias: as `bias` returned it. routes: the expert of each row,
+        whose outputs alone are computed."""
+        unit, steps = self._unit, self._steps
+        columns = self._blocks * COLUMNS // (1 if routes is None else routes.experts)
         assert x.dtype == self.dtype
         assert x.shape[-1] * unit == 4 * steps
         flat, rows, row = flattened(x)
         out = recording.empty(*x.shape[:-1], columns, dtype=x.dtype)
         room = self._room_lines(rows)
-        parts = Parts.of(rows, blocks, steps, room=room)
+        parts = Parts.of(rows, self._blocks, steps, room=room, routes=routes)
         sums = parts.scratch()
         arguments = LinearArguments(
             *parts.arguments(sums), flat.data_ptr(), row * unit, self._places.data_ptr(), steps, parts.piece,
@@ -230,7 +246,7 @@ class CompiledLinear:
         )  # fmt: skip
         recording.launch(compiled()[0], arguments, rows * columns * x.shape[-1], parts.items)
         # gaps between rows stay: torch's functions give a number other bits behind the last whole vector of a tensor
-        return out if columns == self.outputs else out[..., : self.outputs]
+        return out if routes is not None or columns == self.outputs else out[..., : self.outputs]
 
 
 class TorchLinear:
@@ -296,10 +312,12 @@ class PackedProduct:
         weights: Sequence[Tensor],
         biases: Sequence[Tensor | None],
         backend: type[CompiledLinear] | type[TorchLinear],
+        experts: int = 1,
     ) -> None:
-        """weights: [o, i] of each layer, of one dtype. biases: [o] or None of each. backend: computes the product."""
+        """weights: [o, i] of each layer, of one dtype. biases: [o] or None of each. backend: computes the product.
+        experts: of a mixture, which CompiledLinear alone serves."""
         self.parts = [len(weight) for weight in weights]
-        self._backend = backend(weights)
+        self._backend = CompiledLinear(weights, experts=True) if experts > 1 else backend(weights)
         self.compiled = backend is CompiledLinear
         self._bias: Tensor | None = None
         if any(bias is not None for bias in biases):
@@ -319,6 +337,11 @@ class PackedProduct:
     def compute(self, x: Tensor) -> Tensor:
         """Compute the product: x [..., i] -> [..., o], with the outputs of all layers side by side."""
         return self._backend(x, self._bias)
+
+    def compute_routed(self, x: Tensor, routes: Routes) -> Tensor:
+        """Compute the products of rows x [r, i], each with the weights of its expert, [r, o / experts]."""
+        assert isinstance(self._backend, CompiledLinear)
+        return self._backend(x, self._bias, routes)
 
 
 class CompiledPickedRows:

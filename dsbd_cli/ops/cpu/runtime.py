@@ -34,8 +34,9 @@ ARCH_PRCTL, REQUEST_REGISTERS, TILE_REGISTERS = 158, 0x1023, 18
 
 KERNELS = Path(__file__).parent / "kernels"
 FLOATS = (torch.float32, torch.bfloat16)  # that our kernels compute with
-# first fields of the arguments of a product (see `product` of simd.py and `Parts` of linear.py)
-PRODUCT = ("taken", "threads", "items", "rows", "chunk", "blocks", "share", "sums", "sums_bytes")
+# First fields of the arguments of a product (see `product` of simd.py and `Parts` of linear.py). routes: address of the
+# table of `reference.Routes`, where each row has an expert, whose `blocks` blocks it is multiplied by; 0: it has all.
+PRODUCT = ("taken", "threads", "items", "rows", "chunk", "blocks", "share", "sums", "sums_bytes", "routes")
 
 _logger = logging.getLogger(__name__)
 

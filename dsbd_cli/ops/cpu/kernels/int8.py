@@ -22,6 +22,7 @@ from dsbd_cli.ops.cpu.kernels.amx import matrix_tile
 from dsbd_cli.ops.cpu.kernels.blocks import unpack_row
 from dsbd_cli.ops.cpu.kernels.compiler import KernelCompiler
 from dsbd_cli.ops.cpu.kernels.simd import (
+    BLOCKS,
     CHUNK,
     COLUMNS,
     LANES,
@@ -173,6 +174,8 @@ def add_up_outliers(at, block, first, count, words, outlier_sums):
         clear_line(outlier_sums + r * LINE)
     x, x_row = get_i64(at + OUTLIER_X) + first * words * WORD, words * WORD
     weights = get_i64(at + OUTLIER_WEIGHTS) + block * words * LINE
+    if words == 0:
+        return
     if get_i64(at + NARROW):
         pair_tile(count, x, x_row, weights, words, outlier_sums)
     else:
@@ -201,9 +204,10 @@ def finishing(load):
     def finish(at, block, first, count, sums, outlier_sums):
         narrow = get_i64(at + NARROW)
         scales, bias = get_i64(at + SCALES) + block * LINE, get_i64(at + BIAS) + block * LINE
+        column = block % get_i64(at + BLOCKS) * COLUMNS
         for r in range(count):
             step = splat(get_f32(get_i64(at + STEPS) + (first + r) * WORD))
-            out = get_i64(at + OUT) + (first + r) * get_i64(at + OUT_ROW) + block * COLUMNS * (2 if narrow else WORD)
+            out = get_i64(at + OUT) + (first + r) * get_i64(at + OUT_ROW) + column * (2 if narrow else WORD)
             for v in range(LINE_VECTORS):
                 offset = v * LANES * WORD
                 value = mul(mul(load(sums + r * LINE + offset), load_f32(scales + offset)), step)

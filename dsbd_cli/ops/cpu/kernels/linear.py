@@ -17,6 +17,7 @@ from dsbd_cli.ops.cpu import linear as packing
 from dsbd_cli.ops.cpu.kernels.amx import GROUP, ROW, matrix_tile, multiply_rows, pack_groups, transpose_rows
 from dsbd_cli.ops.cpu.kernels.compiler import KernelCompiler
 from dsbd_cli.ops.cpu.kernels.simd import (
+    BLOCKS,
     COLUMNS,
     LANES,
     LINE,
@@ -96,7 +97,8 @@ def add_up(at, block, first, count, sums):
 def finish(at, block, first, count, sums):
     narrow, bias = get_i64(at + NARROW), get_i64(at + BIAS)
     unit = types.int64(2) if narrow else types.int64(WORD)
-    out = get_i64(at + OUT) + first * get_i64(at + OUT_ROW) + block * COLUMNS * unit
+    column = block % get_i64(at + BLOCKS) * COLUMNS
+    out = get_i64(at + OUT) + first * get_i64(at + OUT_ROW) + column * unit
     for r in range(count):
         for v in range(LINE_VECTORS):
             value = load_f32(sums + r * LINE + v * LANES * WORD)

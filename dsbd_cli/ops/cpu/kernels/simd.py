@@ -310,7 +310,7 @@ def exp2(builder: Any, x: Any) -> Any:
 COLUMNS, MOST_ROWS = 64, 6  # outputs, and rows: their sums fit into the registers of AVX-512
 WORD = 4  # bytes of a float32 and of an int32
 LINE = COLUMNS * WORD
-TAKEN, THREADS, ITEMS, ROWS, CHUNK, BLOCKS, SHARE, SUMS, SUMS_BYTES = range(0, 8 * len(PRODUCT), 8)
+TAKEN, THREADS, ITEMS, ROWS, CHUNK, BLOCKS, SHARE, SUMS, SUMS_BYTES, ROUTES = range(0, 8 * len(PRODUCT), 8)
 LINE_VECTORS = COLUMNS // LANES
 # Bytes ahead of those in use at which weights are prefetched. Without it an Emerald Rapids computes four rows slower
 # than it reads the weights for one (benchmarks/LOG.md). On AMD's processors it brought no steady gain.
@@ -563,23 +563,37 @@ def product(block: Callable[..., None], prepare: Callable[..., None] = _nothing)
 
     It calls prepare(at, sums) once, then block(at, number, first, count, sums) for each block of COLUMNS outputs and
     each chunk of rows first .. first + count. sums: memory of this thread alone. at: arguments that begin with
-    runtime.PRODUCT.
+    runtime.PRODUCT. Where rows have experts, only the blocks of a row's expert are computed, and rows of one expert are
+    next to each other.
     """
 
     def multiply(at):  # type: ignore[no-untyped-def]
         sums = get_i64(at + SUMS) + take(at + THREADS) * get_i64(at + SUMS_BYTES)
         prepare(at, sums)
         rows, chunk, share = get_i64(at + ROWS), get_i64(at + CHUNK), get_i64(at + SHARE)
-        chunks = (rows + chunk - 1) // chunk
+        routes, blocks = get_i64(at + ROUTES), get_i64(at + BLOCKS)
+        chunks, shares = (rows + chunk - 1) // chunk, (blocks + share - 1) // share
         while True:
             item = take(at + TAKEN)
-            if item >= get_i64(at + ITEMS):
-                return
-            first = item % chunks * chunk
-            count = min(chunk, rows - first)
-            start = item // chunks * share
-            for number in range(start, min(start + share, get_i64(at + BLOCKS))):
-                block(at, number, first, count, sums)
+            if routes == 0:
+                if item >= get_i64(at + ITEMS):
+                    return
+                first = item % chunks * chunk
+                count = min(chunk, rows - first)
+                start = item // chunks * share
+                for number in range(start, min(start + share, blocks)):
+                    block(at, number, first, count, sums)
+            else:
+                if item >= get_i64(routes) * shares:
+                    return
+                of_expert = routes + 8 + item // shares * 3 * 8  # number, first row, end of rows
+                start, first, end = item % shares * share, get_i64(of_expert + 8), get_i64(of_expert + 16)
+                before = get_i64(of_expert) * blocks
+                while first < end:
+                    count = min(chunk, end - first)
+                    for number in range(start, min(start + share, blocks)):
+                        block(at, before + number, first, count, sums)
+                    first += count
 
     made: Callable[..., Any] = njit(error_model="numpy")(multiply)
     return made
