@@ -136,7 +136,7 @@ def _described(checkpoint: Checkpoint) -> _Description | str:
     config, decoder_config = checkpoint.config, decoder_config_or_reason(checkpoint)
     if isinstance(decoder_config, str):
         return decoder_config
-    check_quantize(checkpoint, config)
+    check_quantize(checkpoint, config, experts=decoder_config.mixture is not None)
     plain, dtype = checkpoint.direct, dtype_of(checkpoint, config)
     if checkpoint.stored_form is not None and device_of(checkpoint.spec).type != "cpu":
         plain = False  # transformers, or its own network, gets dequantised weights

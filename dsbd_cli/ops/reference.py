@@ -57,12 +57,24 @@ def _norm(rms: Norm, x: Tensor, more: Tensor | None) -> tuple[Tensor, Tensor]:
     return rms.weight * wide.to(x.dtype), summed
 
 
-def gated(gate_up: Tensor, gelu: bool) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class ClampedGLU:
+    """The gate of gpt-oss: gate * sigmoid(alpha * gate) * (up + 1), of a gate of at most `limit`, and of up within
+    -limit .. limit."""
+
+    limit: float
+    alpha: float
+
+
+def gated(gate_up: Tensor, gelu: bool, clamped: ClampedGLU | None = None) -> Tensor:
     """Return silu(gate) * up [..., I]. gate_up: gate and up side by side [..., 2 I]. gelu: the tanh form of gelu takes
-    the place of silu."""
+    the place of silu. clamped: takes the place of both; it is computed in float32."""
 
     def compute() -> Tensor:
         gate, up = gate_up.chunk(2, -1)
+        if clamped is not None:
+            gate, up = gate.float().clamp(max=clamped.limit), up.float().clamp(-clamped.limit, clamped.limit)
+            return (gate * (gate * clamped.alpha).sigmoid() * (up + 1)).to(gate_up.dtype)
         active = nn.functional.gelu(gate, approximate="tanh") if gelu else nn.functional.silu(gate)
         return active * up
 

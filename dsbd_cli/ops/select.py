@@ -339,15 +339,17 @@ def unpacked_blocks(rows: Blocks) -> Tensor | None:
     return blocks.dequantize(rows) if _missing(_UNPACK, torch.float32, frozenset()) is None else None
 
 
-def quantize_missing(weight_format: str, dtype: torch.dtype = torch.float32) -> str | None:
+def quantize_missing(weight_format: str, dtype: torch.dtype = torch.float32, *, experts: bool = False) -> str | None:
     """Return why there are no exact products in int8, or none in int4, on this processor and with this build of torch;
     None where there are. weight_format: `int8`, `int4`, or `stored` for quantised files. dtype: of inputs and
-    results."""
+    results. experts: products have experts, too."""
     more = "int8_groups" if weight_format == "stored" else "int8"  # int4 leaves some layers to int8
     for weights in dict.fromkeys(("int4" if weight_format == "stored" else weight_format, more)):
         kernel, reason = choose("linear", dtype, weights)
         if kernel is None:
             return reason
+        if experts and kernel.backend == "torch":
+            return "quantized experts need x86 with AVX2"
     return None
 
 

@@ -132,6 +132,8 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
         "ExaoneMoeConfig",
         {**EXPERTS, **GROUPS, "sliding_window": 4, "layer_types": KINDS, "mlp_layer_types": ["dense"] + ["sparse"] * 2},
     ),
+    "gpt oss": ("GptOssConfig", {**EXPERTS, "sliding_window": 4, "layer_types": KINDS, "swiglu_limit": 2.0}),
+    "gpt oss without windows": ("GptOssConfig", {**EXPERTS, "layer_types": ["full_attention"] * 3}),
 }
 
 
@@ -145,8 +147,8 @@ def build_decoder(name: str, seed: int = 0, **changes: Any) -> Any:
     config = getattr(transformers, kind)(**{**settings, **changes})
     model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
+        for parameter_name, parameter in model.named_parameters():
+            if parameter.ndim == 1 or parameter_name.endswith("bias"):
                 parameter.add_(0.2 * torch.randn_like(parameter))
             else:
                 parameter.mul_(4)

@@ -118,11 +118,11 @@ def norm(op: Any, dtype: torch.dtype) -> None:
 def gated(op: Any, dtype: torch.dtype) -> None:
     both = normal(dtype, 150, 600) * 8
     both[0, 8:12] = torch.tensor([-400.0, 400.0, 0.0, -90.0])
-    for gelu in (False, True):
-        run, plain = (lambda x, gated=gated, gelu=gelu: gated(x[:, 8:552], gelu) for gated in (op, reference.gated))
+    for form in ((False,), (True,), (False, reference.ClampedGLU(7.0, 1.702))):
+        run, plain = (lambda x, gated=gated, form=form: gated(x[:, 8:552], *form) for gated in (op, reference.gated))
         check_rows(run, plain, both, CLOSE[dtype], at=13)
         cube = both[:6].view(2, 3, 600)[..., 8:552]
-        assert torch.equal(op(cube, gelu).flatten(0, 1), run(both[:6]))
+        assert torch.equal(op(cube, *form).flatten(0, 1), run(both[:6]))
 
 
 def rotate(op: Any, dtype: torch.dtype) -> None:

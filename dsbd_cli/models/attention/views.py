@@ -104,18 +104,19 @@ def prompt_kernel(ops: Ops, query: Tensor, key: Tensor, value: Tensor, scoring: 
 class LayerViews:
     """Views of a forward of our own decoder, one for each kind of layers: the batch of `Ops.attend`.
 
-    kinds: of each layer, the number of its view. planes: returns keys and values [R', S', K, E] of a layer.
+    kinds: of each layer, the number of its view. scoring: of each layer. planes: returns keys and values [R', S', K, E]
+    of a layer.
     """
 
     views: Sequence[View]
     kinds: Sequence[int]
-    scoring: Scoring
+    scoring: Sequence[Scoring]
     planes: Callable[[int], tuple[Tensor, Tensor]]
 
     def attend(self, layer: int, query: Tensor) -> Tensor:
         """Return attention [R, n, Q, E] of a layer's query [R, Q, n, E]."""
         key, value = (plane.transpose(1, 2) for plane in self.planes(layer))
-        return self.views[self.kinds[layer]].attend(query, key, value, self.scoring)
+        return self.views[self.kinds[layer]].attend(query, key, value, self.scoring[layer])
 
     def key(self) -> Hashable:
         """Return the properties that a program depends on; None: no program can hold the views."""
@@ -174,8 +175,17 @@ class PrefixView(View):
         return part
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-        out = self.part(query, key, value, scoring.scale)[0]
-        return recording.compute(lambda: out.view(query.shape).transpose(1, 2).contiguous())
+        out, sums = self.part(query, key, value, scoring.scale)
+
+        def compute() -> Tensor:
+            result = out
+            if scoring.sinks is not None:  # float64 as in forest.by_parts: bits of float32 depend on the place
+                sinks = scoring.sinks.double().view(1, key.shape[1], -1, 1).expand(-1, -1, -1, query.shape[2])
+                share = (sums.double() - sinks.flatten(2)).sigmoid_()
+                result = (out.double() * share.unsqueeze(-1)).to(out.dtype)
+            return result.view(query.shape).transpose(1, 2).contiguous()
+
+        return recording.compute(compute)
 
     def key(self) -> Hashable:
         return self.counts.shape, self.rows is None

@@ -223,9 +223,9 @@ def load_preprocessor(checkpoint: Checkpoint, *, pictures: bool) -> Any:
         raise ModelError(f"{checkpoint.name}: its {part} cannot be loaded: {one_line(error)}") from error
 
 
-def check_quantize(checkpoint: Checkpoint, config: Any) -> None:
+def check_quantize(checkpoint: Checkpoint, config: Any, *, experts: bool = False) -> None:
     """Raise UsageError where int8 or int4 is asked for and not possible: they run on the CPU. So, too, where `none` is
-    asked for of a target that is not quantised."""
+    asked for of a target that is not quantised. experts: the model's own decoder has a mixture of experts."""
     spec = checkpoint.spec
     if spec.quantize == "none" and spec.role == "target" and checkpoint.stored_form is None:
         raise _unquantizable(spec, f"{checkpoint.name} is not quantised, or not in a form that is read here: drop it")
@@ -238,7 +238,7 @@ def check_quantize(checkpoint: Checkpoint, config: Any) -> None:
     elif getattr(config, "quantization_config", None) is not None and not checkpoint.direct:
         reason = f"{checkpoint.name} is quantised already: drop it"
     else:
-        reason = quantize_missing(str(spec.quantize))  # last: it may have to compile kernels
+        reason = quantize_missing(str(spec.quantize), experts=experts)  # last: it may have to compile kernels
     if reason is not None:
         raise _unquantizable(spec, reason)
 

@@ -51,6 +51,9 @@ class MixtureConfig:
         experts: their number. inner: width of each. The settings of the choice are those of `ops.reference.Router`.
         corrected: the router has a correction. wide_router: it computes in float32.
         shared: width of the expert that all tokens have; 0 without one. shared_gate: its output has a weight.
+        limit, alpha: of `ops.reference.ClampedGLU`; 0 where another activation serves.
+        biased: router and experts have biases. transposed: tensors of the experts are [E, inputs, outputs], and gates
+            and values of the first product alternate.
         router_name, correction_name, experts_name, shared_name: of tensors, below a layer. parts: names of gate, up and
             down below each expert; empty where one tensor holds gate and up, and one tensor all experts.
     """
@@ -69,6 +72,10 @@ class MixtureConfig:
     wide_router: bool = False
     shared: int = 0
     shared_gate: bool = False
+    limit: float = 0.0
+    alpha: float = 0.0
+    biased: bool = False
+    transposed: bool = False
     router_name: str = "mlp.gate"
     correction_name: str = "mlp.gate.e_score_correction_bias"
     experts_name: str = "mlp.experts"
@@ -93,6 +100,7 @@ class DecoderConfig:
         scale: factor of attention scores. softcap, logit_softcap: caps of attention scores and of logits; None without.
         embedding_scale, residual_scale, logit_scale: factors; 1 without. Logits are divided by the last one.
         positions: number of positions that the model was made for; None where it is unbounded.
+        sinks: each head of attention has a score that takes weight and has no value.
         wide_rotary: angles and norms stay float32 where the rest is bfloat16, which our kernels do not do.
         mixture: of experts; None without one. mixtures: per layer, whether it has the mixture; empty without one.
     """
@@ -126,6 +134,7 @@ class DecoderConfig:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
+    sinks: bool = False
     wide_rotary: bool = False
     mixture: MixtureConfig | None = None
     mixtures: tuple[bool, ...] = ()

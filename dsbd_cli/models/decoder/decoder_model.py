@@ -83,7 +83,7 @@ class DecoderForestModel(BaseForestModel):
         self.decoder, self._settings = decoder, settings
         self._watched: frozenset[int] = frozenset()  # numbers of layers after which hidden states are taken
         plane = PlaneLayout(config.kv_heads, config.head_dim, weights.dtype, device)
-        self._scoring = Scoring(config.scale, config.softcap)
+        self._scoring = [Scoring(config.scale, config.softcap, layer.sinks) for layer in weights.layers]
         self._kinds = [config.kinds.index(window) for window in config.windows]
         query, key = (
             torch.empty(1, 1, heads, config.head_dim, dtype=weights.dtype, device=device).transpose(1, 2)
@@ -241,7 +241,7 @@ class DecoderForestModel(BaseForestModel):
     def _run(self, batch: ForestInput, *, logits: bool) -> Tensor | None:
         decoder = self.decoder
         read = batch.chain and not logits and decoder.config.kinds == (None,)
-        if read and prompt_kernel(self.ops, *self._form, self._scoring) is not None:
+        if read and prompt_kernel(self.ops, *self._form, self._scoring[0]) is not None:
             batch = _without_padding(batch, self._cache.slots - 1)
         self._cache.begin(batch.slots, batch.rows, batch.mask.shape[-1])
         hidden = decoder.embed(self._ids_in_table(batch))
@@ -318,7 +318,7 @@ class DecoderForestModel(BaseForestModel):
         metadata, views = self._attention_metadata(batch, reading), list[View]()
         for window in self.decoder.config.kinds:
             mask = metadata.add(_seen(batch, window), self._dtype, whole=window is None)
-            views.append(view_of(metadata, mask, *self._form, self._scoring, batch.rows))
+            views.append(view_of(metadata, mask, *self._form, self._scoring[0], batch.rows))
         return LayerViews(views, self._kinds, self._scoring, self._cache.planes)
 
 

@@ -37,6 +37,7 @@ KNOWN = frozenset(
     n_routed_experts n_shared_experts norm_topk_prob num_experts num_experts_per_tok num_local_experts
     num_nextn_predict_layers num_shared_experts qkv_bias routed_scaling_factor router_aux_loss_coef router_jitter_noise
     shared_expert_intermediate_size shared_intermediate_size topk_group use_qk_norm
+    swiglu_alpha swiglu_limit
     """.split()
 )
 
@@ -404,6 +405,24 @@ def _exaone_moe(config: Any) -> dict[str, Any]:
     }
 
 
+def _gpt_oss(config: Any) -> dict[str, Any]:
+    return {
+        **_attention_bias(config),
+        "sinks": True,
+        **_mixture(
+            config,
+            config.num_local_experts,
+            config.intermediate_size,
+            biased=True,
+            transposed=True,
+            limit=float(config.swiglu_limit),
+            alpha=float(config.swiglu_alpha),
+            router_name="mlp.router",
+            parts=(),
+        ),
+    }
+
+
 FAMILIES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "llama": _llama,
     "mistral": _as_common,
@@ -432,4 +451,5 @@ FAMILIES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "solar_open": _solar_open,
     "dots1": _dots1,
     "exaone_moe": _exaone_moe,
+    "gpt_oss": _gpt_oss,
 }

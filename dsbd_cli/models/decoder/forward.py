@@ -22,7 +22,7 @@ from dsbd_cli.models.decoder.weights import DecoderWeights, LayerWeights, PlainL
 from dsbd_cli.ops import recording
 from dsbd_cli.ops.interface import Ops
 from dsbd_cli.ops.quantized_weight import QuantizedWeight
-from dsbd_cli.ops.reference import Norm
+from dsbd_cli.ops.reference import ClampedGLU, Norm
 
 
 @dataclass(slots=True)
@@ -46,6 +46,8 @@ class Decoder:
         self.config, self.weights, self.ops = config, weights, ops
         self.own_rows: OwnRows | None = None  # where the LM head lacks tokens, but the whole table is at hand
         # rounded to the dtype, as the families that scale their embeddings do
+        limits = config.mixture is not None and config.mixture.limit
+        self._clamped = (ClampedGLU(config.mixture.limit, config.mixture.alpha),) if config.mixture and limits else ()
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=weights.dtype, device=weights.table.device)
 
     def plain_products(self) -> list[tuple[str, Any, str]]:
@@ -145,7 +147,7 @@ class Decoder:
         logits = mixture.router.compute(recording.compute(tokens.float) if wide else tokens)
         routes = experts.route(mixture.settings, logits)
         rows = experts.spread(tokens, routes)
-        gated = self.ops.gated(mixture.gate_up.compute_routed(rows, routes), gelu)
+        gated = self.ops.gated(mixture.gate_up.compute_routed(rows, routes), gelu, *self._clamped)
         outputs = mixture.down.compute_routed(gated, routes)
         gate = None if mixture.shared_gate is None else mixture.shared_gate.compute(tokens)
         summed: Tensor = experts.combine(outputs, routes, None if mlp is None else mlp.flatten(0, 1), gate)

@@ -136,7 +136,7 @@ def pack(
         return None
     tokens = calibration_tokens(len(model.embeddings), model.max_positions)
     if outliers is not None:
-        channels = {name: torch.tensor(numbers) for name, numbers in outliers.items()}
+        channels = {name: torch.tensor(numbers, dtype=torch.int64) for name, numbers in outliers.items()}
     elif weight_format is None:
         channels = pack_as_stored(decoder, lambda: model.plain(tokens))
     else:

@@ -107,7 +107,7 @@ class MixtureWeights:
 
 @dataclass(slots=True)
 class LayerWeights:
-    """Weights of one layer. Norms are [hidden]; head_norms, of queries and of keys, are [head_dim] or as wide as all
+    """Weights of one layer. sinks: [heads]. Norms are [hidden]; head_norms, of queries and of keys, are [head_dim] or as wide as all
     heads. None: the layer lacks the norm. gate_up, down: of the MLP, or of the shared expert of a mixture; None where
     the mixture has none."""
 
@@ -121,6 +121,7 @@ class LayerWeights:
     output_norm: Norm | None = None
     head_norms: tuple[Norm, Norm] | None = None
     mixture: MixtureWeights | None = None
+    sinks: Tensor | None = None
 
     @property
     def linears(self) -> Iterator[tuple[str, PlainLinear]]:
@@ -163,6 +164,7 @@ class DecoderWeights:
                 layer.head_norms = layer.head_norms[0].to(device), layer.head_norms[1].to(device)
             for _, linear in layer.linears:
                 linear.to(device)
+            layer.sinks = None if layer.sinks is None else layer.sinks.to(device)
             if layer.mixture is not None:
                 layer.mixture.settings = layer.mixture.settings.to(device)
                 for _, linear in layer.mixture.linears:
@@ -243,7 +245,8 @@ class WeightReader:
         mixture = config.mixture_of(number)
         gate_up, down = self._mlp(f"{at}mlp" if mixture is None else at + mixture.shared_name, config.inner_of(number))
         more = None if mixture is None else self._mixture(at, mixture)
-        return LayerWeights(qkv, out, gate_up, down, **norms, head_norms=head_norms, mixture=more)
+        sinks = self.tensor(f"{at}self_attn.sinks", config.heads) if config.sinks else None
+        return LayerWeights(qkv, out, gate_up, down, **norms, head_norms=head_norms, mixture=more, sinks=sinks)
 
     def _mlp(self, name: str, inner: int) -> tuple[PlainLinear | None, PlainLinear | None]:
         """Return the products of an MLP. inner: its width; 0: there is none."""
@@ -266,7 +269,8 @@ class WeightReader:
         """Return the weights of the mixture of the layer whose tensors' names begin with `at`."""
         hidden, inner, count = self.config.hidden, mixture.inner, mixture.experts
         weight = self.tensor(f"{at}{mixture.router_name}.weight", count, hidden)
-        router = PlainLinear([weight], [None], own_dtype=torch.float32 if mixture.wide_router else None)
+        bias = self.tensor(f"{at}{mixture.router_name}.bias", count) if mixture.biased else None
+        router = PlainLinear([weight], [bias], own_dtype=torch.float32 if mixture.wide_router else None)
         correction = None
         if mixture.corrected:
             correction = self.tensor(f"{at}{mixture.correction_name}").float().flatten().contiguous()
@@ -278,13 +282,8 @@ class WeightReader:
             gate_up = self._joined(pairs, hidden, bias=False)
             outputs = self._joined([(f"{name}{down}", hidden) for name in names], inner, bias=False)
         else:
-            gate_up, outputs = (
-                PlainLinear([*self._stacked(at, mixture, name, *shape)], [None] * count)
-                for name, shape in (
-                    (("gate_up_proj", "input_linear.weight"), (2 * inner, hidden)),
-                    (("down_proj", "output_linear.weight"), (hidden, inner)),
-                )
-            )
+            gate_up = self._stacked(at, mixture, "gate_up_proj", "input_linear.weight", 2 * inner, hidden)
+            outputs = self._stacked(at, mixture, "down_proj", "output_linear.weight", hidden, inner)
         gate_up.experts = outputs.experts = count
         shared_gate = None
         if mixture.shared_gate:
@@ -295,11 +294,24 @@ class WeightReader:
         )  # fmt: skip
         return MixtureWeights(router, settings, gate_up, outputs, shared_gate)
 
-    def _stacked(self, at: str, mixture: MixtureConfig, names: tuple[str, str], *shape: int) -> Any:
-        """Return the tensor [E, o, i] that holds a weight of all experts: as transformers names it, or Granite."""
-        granite = f"{at}{mixture.experts_name.rpartition('.')[0]}.{names[1]}"
-        name = granite if f"model.{granite}" in self.tensors else f"{at}{mixture.experts_name}.{names[0]}"
-        return self.tensor(name, mixture.experts, *shape)
+    def _stacked(
+        self, at: str, mixture: MixtureConfig, part: str, granite_part: str, outputs: int, inputs: int
+    ) -> PlainLinear:
+        """Return the products of all experts whose weights one tensor holds: [E, o, i], or for gpt-oss [E, i, o]."""
+        count, name = mixture.experts, f"{at}{mixture.experts_name}.{part}"
+        granite = f"{at}{mixture.experts_name.rpartition('.')[0]}.{granite_part}"
+        if f"model.{granite}" in self.tensors:
+            name = granite
+        weights: Sequence[Any]
+        if mixture.transposed:
+            weights = [weight.t() for weight in self.tensor(name, count, inputs, outputs)]
+        else:
+            weights = [*self.tensor(name, count, outputs, inputs)]
+        biases = [*self.tensor(f"{name}_bias", count, outputs)] if mixture.biased else [None] * count
+        if mixture.transposed and part == "gate_up_proj":
+            order = torch.arange(outputs).view(-1, 2).t().flatten()  # gates, then values
+            weights, biases = [weight[order] for weight in weights], [bias[order] for bias in biases]
+        return PlainLinear(weights, biases)
 
     def _norm_names(self) -> list[tuple[str, str]]:
         """Return the norms of hidden states: their fields in LayerWeights and their names in checkpoints."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dsbd_cli.ops import recording
 from dsbd_cli.ops.cpu.runtime import FLOATS, CpuKernel, fields, flattened, kernels, layout, offsets, shares
-from dsbd_cli.ops.reference import Norm
+from dsbd_cli.ops.reference import ClampedGLU, Norm
 
 STEP = 16  # widths of rows, of gates and of half heads must be multiples of it
 NOTHING = {dtype: torch.empty(0, dtype=dtype, device="cpu") for dtype in FLOATS}
@@ -37,9 +37,12 @@ class NormArguments(ctypes.Structure):
 class GatedArguments(ctypes.Structure):
     """Arguments of a gated activation: sizes, addresses, and strides in bytes."""
 
-    _fields_ = fields(
-        "taken", "threads", "items", "rows", "share", "width", "gate_up", "gate_up_row", "out", "gelu", "narrow"
-    )
+    _fields_ = (
+        *fields("taken", "threads", "items", "rows", "share", "width", "gate_up", "gate_up_row", "out", "gelu",
+                "narrow", "clamped"),
+        ("limit", ctypes.c_float),
+        ("alpha", ctypes.c_float),
+    )  # fmt: skip
 
 
 class RotateArguments(ctypes.Structure):
@@ -78,15 +81,16 @@ def norm(rms: Norm, x: Tensor, more: Tensor | None = None) -> tuple[Tensor, Tens
     return out, summed
 
 
-def gated(gate_up: Tensor, gelu: bool) -> Tensor:
+def gated(gate_up: Tensor, gelu: bool, clamped: ClampedGLU | None = None) -> Tensor:
     """Do what `reference.gated` does."""
     flat, rows, row = flattened(gate_up)
     width, unit = gate_up.shape[-1] // 2, gate_up.element_size()
     out = recording.empty(*gate_up.shape[:-1], width, dtype=gate_up.dtype)
     items, share = shares(rows, torch.get_num_threads())
     arguments = GatedArguments(
-        0, 0, items, rows, share, width, flat.data_ptr(), row * unit, out.data_ptr(), gelu, unit == 2
-    )
+        0, 0, items, rows, share, width, flat.data_ptr(), row * unit, out.data_ptr(), gelu, unit == 2,
+        clamped is not None, *((0.0, 0.0) if clamped is None else (clamped.limit, clamped.alpha)),
+    )  # fmt: skip
     recording.launch(compiled()[1], arguments, rows * width * COSTS, items)
     return out
 

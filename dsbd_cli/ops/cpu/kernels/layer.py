@@ -20,6 +20,7 @@ from dsbd_cli.ops.cpu.kernels.simd import (
     fma,
     get_f32,
     get_i64,
+    larger,
     load_bf16,
     load_f32,
     mul,
@@ -41,7 +42,22 @@ compiled = KernelCompiler("norms, rotations and activations", seconds=2, layout=
 assert layer_ops.STEP == LANES
 (N_TAKEN, _, N_ITEMS, N_ROWS, N_SHARE, N_WIDTH, N_X, N_X_ROW, N_MORE, N_MORE_ROW, N_WEIGHT, N_OUT, N_SUMMED,
  N_UNIT_OFFSET, N_NARROW, N_EPS) = NORM  # fmt: skip
-(G_TAKEN, _, G_ITEMS, G_ROWS, G_SHARE, G_WIDTH, G_GATE_UP, G_GATE_UP_ROW, G_OUT, G_GELU, G_NARROW) = GATED
+(
+    G_TAKEN,
+    _,
+    G_ITEMS,
+    G_ROWS,
+    G_SHARE,
+    G_WIDTH,
+    G_GATE_UP,
+    G_GATE_UP_ROW,
+    G_OUT,
+    G_GELU,
+    G_NARROW,
+    G_CLAMPED,
+    G_LIMIT,
+    G_ALPHA,
+) = GATED
 (R_TAKEN, _, R_ITEMS, R_ROWS, R_SHARE, R_NODES, R_HEADS, R_KV_HEADS, R_DIM, R_QKV, R_QKV_ROW, R_COS, R_SIN,
  R_ANGLE_ROW, R_SLOTS, R_OUT, R_KEYS, R_VALUES, R_QUERY_NORM, R_KEY_NORM, R_UNIT_OFFSET, R_NARROW,
  R_EPS) = ROTATE  # fmt: skip
@@ -122,8 +138,10 @@ def norm(at):
 
 @compiled.addressed
 def gated(at):
-    """Multiply silu, or gelu, of the first half of each row by the second half."""
+    """Multiply silu, gelu or a clamped gate of the first half of each row by the second half."""
     width, narrow, gelu = get_i64(at + G_WIDTH), get_i64(at + G_NARROW), get_i64(at + G_GELU)
+    clamped, limit, alpha = get_i64(at + G_CLAMPED), splat(get_f32(at + G_LIMIT)), splat(get_f32(at + G_ALPHA))
+    least = sub(splat(types.float32(0)), limit)
     unit = types.int64(2) if narrow else types.int64(4)
     one, most = splat(types.float32(1)), splat(types.float32(MOST_POWER))
     while True:
@@ -136,14 +154,21 @@ def gated(at):
             up, out = gate + width * unit, get_i64(at + G_OUT) + row * width * unit
             i = types.int64(0)
             while i < width:
-                value = load(gate + i * unit, narrow)
+                value, other = load(gate + i * unit, narrow), load(up + i * unit, narrow)
+                if clamped:
+                    value, other = smaller(value, limit), larger(smaller(other, limit), least)
+                    power = smaller(mul(mul(value, alpha), splat(types.float32(TO_BASE_2))), most)
+                    active = divide(value, add(one, exp2(power)))
+                    store(out + i * unit, mul(active, add(other, one)), narrow)
+                    i += LANES
+                    continue
                 inner = value
                 if gelu:
                     cube = mul(mul(value, value), value)
                     inner = mul(splat(types.float32(TWICE_ROOT)), fma(splat(types.float32(CUBIC)), cube, value))
                 power = smaller(mul(inner, splat(types.float32(TO_BASE_2))), most)
                 active = near(divide(value, add(one, exp2(power))), narrow)
-                store(out + i * unit, mul(active, load(up + i * unit, narrow)), narrow)
+                store(out + i * unit, mul(active, other), narrow)
                 i += LANES
 
 
