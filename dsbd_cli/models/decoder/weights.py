@@ -107,9 +107,12 @@ class MixtureWeights:
 
 @dataclass(slots=True)
 class LayerWeights:
-    """Weights of one layer. sinks: [heads]. Norms are [hidden]; head_norms, of queries and of keys, are [head_dim] or as wide as all
-    heads. None: the layer lacks the norm. gate_up, down: of the MLP, or of the shared expert of a mixture; None where
-    the mixture has none."""
+    """Weights of one layer.
+
+    Norms are [hidden]; head_norms, of queries and of keys, are [head_dim] or as wide as all heads. None: the layer lacks
+    the norm. gate_up, down: of the MLP, or of the shared expert of a mixture; None where the mixture has none. sinks:
+    [heads].
+    """
 
     qkv: Linear
     out: Linear
@@ -307,7 +310,7 @@ class WeightReader:
             weights = [weight.t() for weight in self.tensor(name, count, inputs, outputs)]
         else:
             weights = [*self.tensor(name, count, outputs, inputs)]
-        biases = [*self.tensor(f"{name}_bias", count, outputs)] if mixture.biased else [None] * count
+        biases: list[Any] = [*self.tensor(f"{name}_bias", count, outputs)] if mixture.biased else [None] * count
         if mixture.transposed and part == "gate_up_proj":
             order = torch.arange(outputs).view(-1, 2).t().flatten()  # gates, then values
             weights, biases = [weight[order] for weight in weights], [bias[order] for bias in biases]
