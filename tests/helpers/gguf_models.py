@@ -32,7 +32,8 @@ def write_model(
     """Write a model and a tokenizer of one byte a token.
 
     kind: of random blocks, which take the place of its matrices; None: they are in float32. scale: of these blocks.
-    others: kind and scale of matrices that have another kind, by the last part of their names. more: writes more metadata and tensors.
+    others: kind and scale of matrices that have another kind, by the last part of their names. more: writes more
+    metadata and tensors.
     """
     config, writer = model.config, GGUFWriter(path, architecture)
     writer.add_context_length(config.max_position_embeddings)
