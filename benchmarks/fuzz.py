@@ -3,11 +3,11 @@
     python -m benchmarks.fuzz --minutes 60                     a line per difference, and one line at the end
     python -m benchmarks.fuzz --seed 7 --configurations 20     so many, from this seed
 
-A configuration is a tiny random model (family, dtype, int8 or int4), a method (rule, beams, drafter, depth), a batch
-size, one or two threads, and rows with settings, constraints and prompts of their own, some of which begin alike. Rows
-outnumber the batch, so that places are taken again; in some configurations the target runs out of memory on the way.
-Tokens, scores, log-probabilities and what is recorded of tokens are compared with those of a second engine, which has
-its own copy of the model, drafts nothing and takes one row at a time.
+A configuration is a tiny random model (family, dtype, int8, int4 or a quantised file as it is), a method (rule, beams,
+drafter, depth), a batch size, one or two threads, and rows with settings, constraints and prompts of their own, some of
+which begin alike. Rows outnumber the batch, so that places are taken again; in some configurations the target runs out
+of memory on the way. Tokens, scores, log-probabilities and what is recorded of tokens are compared with those of a
+second engine, which has its own copy of the model, drafts nothing and takes one row at a time.
 
 Models and engines live on and serve later configurations: what outlives a run is looked for, too. So a difference may
 need the configurations before it. Its line has the command that runs them all, and says whether the batch, and the row
@@ -41,6 +41,7 @@ from dsbd_cli.models.checkpoints.checkpoint import open_pair
 from dsbd_cli.models.checkpoints.generation import CheckpointSettings
 from dsbd_cli.models.checks.invariance import check
 from dsbd_cli.models.decoder.config import DecoderConfig
+from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
 from dsbd_cli.models.decoder.families import decoder_config_of
 from dsbd_cli.models.decoder.load import DecoderParts, build_decoder
 from dsbd_cli.models.decoder.pack import find_outliers, quantize_decoder
@@ -54,6 +55,7 @@ from dsbd_cli.requests import RequestResult
 from tests.helpers import pairs
 from tests.helpers.checkpoints import byte_level, wrap
 from tests.helpers.pairs import build_pair, pair_codec, perturbed
+from tests.helpers.quantized_files import ALL_FORMS, write_form
 from tests.helpers.tiny import FIT, RECURRENT, build
 
 __all__ = ["Configuration", "Fuzzer", "RowKind"]
@@ -64,6 +66,8 @@ CAUSAL = (
 )
 HYBRID = ("mamba2", "qwen3-next", "lfm2", "granite-hybrid")
 PAIRS = ("t5", "marian", "bart")
+FILE = "llama file"  # quantised: GGUF, GPTQ, AWQ or compressed-tensors
+FAMILIES = (*CAUSAL, *HYBRID, *PAIRS, FILE, FILE, FILE)
 NOISE = 0.05  # of a draft's weights
 # Sizes that kernels of int8 and int4 take, too. By the names that families give them.
 LARGER = {
@@ -144,7 +148,8 @@ class RowKind:
 
 @dataclass(frozen=True)
 class Configuration:
-    """What is run. fails_at: the target's forward that runs out of memory, 0 for none."""
+    """What is run. quantize: int8, int4, or the form of a quantised file. fails_at: the target's forward that runs out
+    of memory, 0 for none."""
 
     family: str
     dtype: str
@@ -172,6 +177,8 @@ class Configuration:
         drafter = dice.choice(("none", *(DRAFTERS if family not in PAIRS else ("beam", "ngram"))))
         share = dice.random() if causal else 1.0
         quantize = "int8" if share < 0.1 else "int4" if share < 0.15 else None
+        if family == FILE:
+            quantize = dice.choice(ALL_FORMS)
         return cls(
             family=family,
             dtype=dice.choice(("float32", "bfloat16")),
@@ -220,9 +227,7 @@ class Fuzzer:
             models that a check at load refuses.
     """
 
-    def __init__(
-        self, folder: Path, *, families: Sequence[str] = (*CAUSAL, *HYBRID, *PAIRS), most_beams: int = 256
-    ) -> None:
+    def __init__(self, folder: Path, *, families: Sequence[str] = FAMILIES, most_beams: int = 256) -> None:
         """folder: an empty folder for checkpoints and an index."""
         self._place, self._families, self._most_beams = folder, families, most_beams
         self._tokenizer = wrap(byte_level())
@@ -335,15 +340,25 @@ class Fuzzer:
         family, dtype, weights, wide = configuration.model
         if family in PAIRS:
             return _pair(family, getattr(torch, dtype))
+        if family == FILE:
+            return self._file(str(weights), dtype)
         size = WIDE if wide else len(self._tokenizer)
         if weights is not None:
             return _quantized(family, size, getattr(torch, dtype), weights, self._tokenizer)
         target, draft = (self._folder(family, size, role) for role in ("target", "draft"))
-        pair = load_pair(
-            *open_pair(ModelSpec(str(target), dtype=dtype), ModelSpec(str(draft), role="draft", dtype=dtype))
-        )
-        assert isinstance(pair.draft, BaseForestModel)
-        return Loaded(pair.target, pair.draft, pair.codec)
+        return _opened(ModelSpec(str(target), dtype=dtype), ModelSpec(str(draft), role="draft", dtype=dtype))
+
+    def _file(self, form: str, dtype: str) -> Loaded:
+        """A quantised file, and the same file in int4 for a draft."""
+        folder = self._place / form
+        if not folder.exists():
+            folder.mkdir()
+            write_form(folder, form)
+        draft = ModelSpec(str(folder), role="draft", dtype=dtype, quantize="int4")
+        loaded = _opened(ModelSpec(str(folder), dtype=dtype), draft)
+        if not isinstance(loaded.target, DecoderForestModel) or loaded.target.stored_form is None:
+            raise ValueError(f"{form} does not run as it is stored")
+        return loaded
 
     def _folder(self, family: str, size: int, role: str) -> Path:
         """A checkpoint; the draft's weights are the target's, moved a little."""
@@ -368,6 +383,12 @@ class Fuzzer:
 def _larger(table: dict[str, tuple[str, dict[str, Any]]], family: str) -> dict[str, Any]:
     """Settings of a family in `table` that make its layers as large as LARGER says."""
     return {name: size for name, size in LARGER.items() if name in table[family][1]}
+
+
+def _opened(target: ModelSpec, draft: ModelSpec) -> Loaded:
+    pair = load_pair(*open_pair(target, draft))
+    assert isinstance(pair.draft, BaseForestModel)
+    return Loaded(pair.target, pair.draft, pair.codec)
 
 
 def _pair(family: str, dtype: torch.dtype) -> Loaded:
@@ -475,7 +496,7 @@ def main() -> None:
     parser.add_argument("--families", help="some of them, joined by commas")
     chosen = parser.parse_args()
     transformers.logging.set_verbosity_error()
-    families = chosen.families.split(",") if chosen.families else (*CAUSAL, *HYBRID, *PAIRS)
+    families = chosen.families.split(",") if chosen.families else FAMILIES
     begun, number, told = time.monotonic(), 0, 0
     with tempfile.TemporaryDirectory(prefix="dsbd-fuzz-") as name:
         fuzzer = Fuzzer(Path(name), families=families, most_beams=chosen.most_beams)

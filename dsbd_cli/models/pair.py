@@ -8,6 +8,7 @@ from dsbd_cli.engine.drafting.bridge.bridged import AnyDraft, BridgedDraft
 from dsbd_cli.errors import PairError
 from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
 from dsbd_cli.models.checkpoints.generation import settings_notes
+from dsbd_cli.models.checkpoints.loader import check_dequantized
 from dsbd_cli.models.checkpoints.vocabulary import check_pair, markers
 from dsbd_cli.models.decoder.own_rows import OWN_IDS
 from dsbd_cli.models.draft_heads.load import load_draft_head, names_draft_head
@@ -46,6 +47,7 @@ def load_pair(target: Checkpoint, draft: Checkpoint | None, *, bridged: bool = F
     anew: make all checks, whatever an earlier load has found.
     Raises the ModelError family and UsageError of loader, selftest and check_pair.
     """
+    check_dequantized(target, draft)
     loaded = load_model(target, anew=anew)
     model, codec, dtype = loaded.model, loaded.codec, _dtype_name(target, loaded.model)
     notes = (*settings_notes(model.settings), *loaded.report.notes)

@@ -1,7 +1,7 @@
 """Weights as quantised files store them: levels of a few bits, and scales for groups of inputs.
 
 A file's weight stays mapped. Products are packed from it without a second rounding where it has four bits
-(`fourbit`), and from its rows in float32 (`dequantize`) otherwise.
+(`fourbit`, `blocks`), and from its rows in float32 (`dequantize`) otherwise.
 
 Letters: o outputs, i input channels, g groups of inputs, r rows.
 """
@@ -111,9 +111,10 @@ class QuantizedWeight(ABC):
     def dequantize(self, rows: Tensor | slice = slice(None)) -> Tensor:
         """Return some rows [r, i] in float32, as the format defines them. rows: indices [r] int64, or a slice."""
 
-    @abstractmethod
     def fourbit(self) -> FourBit | None:
-        """Return the weight in four bits; None where the format has more, or groups that four bits cannot have."""
+        """Return the weight in four bits; None where the format has more, or groups that four bits cannot have, or
+        where kernels unpack its blocks."""
+        return None
 
     def blocks(self) -> Blocks | None:
         """Return the weight in blocks that kernels unpack; None where it is not."""

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.fuzz import Fuzzer, Said
+from benchmarks.fuzz import FILE, Fuzzer, Said
 from dsbd_cli import Request, SamplingConfig
 from dsbd_cli.engine.decoding.engine import Engine
+from dsbd_cli.ops.select import quantize_missing
 
 FAMILIES = ("llama", "phi3")
 
@@ -21,6 +22,17 @@ def test_rows_of_random_batches_get_what_they_get_alone(tmp_path: Path) -> None:
     assert fuzzer.differences == []
     assert fuzzer.refused == {}
     assert fuzzer.rows > 15
+
+
+@pytest.mark.skipif(quantize_missing("int4") is not None, reason="no kernel of int4 on this processor")
+@pytest.mark.filterwarnings("ignore")
+def test_rows_of_quantised_files_get_what_they_get_alone(tmp_path: Path) -> None:
+    fuzzer = Fuzzer(tmp_path, families=(FILE,), most_beams=3)
+    for number in range(2):
+        fuzzer.run(1, number)
+    assert fuzzer.differences == []
+    assert (fuzzer.refused, fuzzer.unpromised) == ({}, 0)
+    assert fuzzer.rows > 5
 
 
 @pytest.mark.filterwarnings("ignore")

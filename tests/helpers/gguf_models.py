@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,14 @@ def write_model(
     *,
     kind: str | None = None,
     scale: float = 1.0,
+    others: Mapping[str, tuple[str, float]] | None = None,
     more: Callable[[GGUFWriter], object] = lambda writer: None,
 ) -> None:
     """Write a model and a tokenizer of one byte a token.
 
     kind: of random blocks, which take the place of its matrices; None: they are in float32. scale: of these blocks.
-    more: writes more metadata and tensors.
+    others: kind and scale of matrices that have another kind, by the last part of their names. more: writes more
+    metadata and tensors.
     """
     config, writer = model.config, GGUFWriter(path, architecture)
     writer.add_context_length(config.max_position_embeddings)
@@ -66,8 +68,9 @@ def write_model(
             continue
         values = state[theirs].float()
         if kind is not None and values.dim() == 2:
-            blocks = random_blocks(kind, *values.shape, seed, scale)
-            writer.add_tensor(name, blocks, raw_dtype=GGMLQuantizationType[kind])
+            own, size = (others or {}).get(name.removesuffix(".weight").rpartition(".")[2], (kind, scale))
+            blocks = random_blocks(own, *values.shape, seed, size)
+            writer.add_tensor(name, blocks, raw_dtype=GGMLQuantizationType[own])
         else:
             writer.add_tensor(name, _changed(name, values, config, architecture).numpy().astype(np.float32))
     writer.write_header_to_file()

@@ -60,6 +60,14 @@ def refuse() -> None:
     raise ImportError("Numba needs NumPy 2.4 or less")
 
 
+def packed_words(levels: Tensor) -> Tensor:
+    """Words [o, i / 8] of levels [o, i], as FourBit's docstring says."""
+    halves = levels.to(torch.int64).unflatten(1, (-1, 2, 4))
+    shifts = torch.tensor([[0, 8, 16, 24], [4, 12, 20, 28]])
+    words = (halves << shifts).sum((2, 3))
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+
+
 def int4_parts(product: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The levels [o, i] of weights in groups, and their scales and offsets [o, i / 32], not yet multiplied by a
     factor."""

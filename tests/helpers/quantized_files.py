@@ -23,25 +23,42 @@ SETTINGS: dict[str, Any] = {
 GGUF = {  # type -> scale of its random blocks, with which a weight is about 0.05
     "Q4_0": 0.01, "Q4_1": 0.005, "Q4_K": 1e-4, "Q8_0": 7e-4, "IQ4_NL": 7e-4, "MXFP4": 2.0**-6,
 }  # fmt: skip
+OTHER_GGUF = {
+    "Q5_0": 0.005, "Q5_1": 0.003, "Q2_K": 0.004, "Q3_K": 0.001, "Q5_K": 5e-5, "Q6_K": 4e-5, "IQ4_XS": 4e-5,
+}  # fmt: skip
+MIXED = dict.fromkeys(("attn_v", "ffn_down", "output"), ("Q6_K", OTHER_GGUF["Q6_K"]))  # as in Q4_K_M
 SAFETENSORS: dict[str, Any] = {
     "gptq": config("gptq", bits=4, group_size=32, sym=False, desc_act=True),
     "awq": config("awq", bits=4, group_size=32, version="gemm", zero_point=True),
     "compressed-tensors": compressed_config(symmetric=False),
 }
 FORMS = (*(f"gguf-{kind.lower()}" for kind in GGUF), *SAFETENSORS)
+ALL_FORMS = (*FORMS, *(f"gguf-{kind.lower()}" for kind in OTHER_GGUF), "gguf-q4_k_m")
 
 
 def write_quantized(folder: Path, form: str) -> tuple[Path, Any]:
     """Write a checkpoint. Returns its path and transformers' model of the same weights, dequantised, in float32."""
+    path, model = write_form(folder, form)
+    if form in SAFETENSORS:
+        return path, model
+    plain = AutoModelForCausalLM.from_pretrained(
+        folder, gguf_file=path.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+    )
+    return path, plain.eval()
+
+
+def write_form(folder: Path, form: str) -> tuple[Path, Any]:
+    """Write a checkpoint in one of ALL_FORMS. Returns its path and the model, which has the checkpoint's weights where
+    that is not GGUF."""
     model = random_model(LlamaConfig, **SETTINGS)
     if form in SAFETENSORS:
         return folder, write_safetensors(folder, form, model)
-    kind, file = form.removeprefix("gguf-").upper(), folder / "model.gguf"
-    write_model(file, model, "llama", kind=kind, scale=GGUF[kind])
-    plain = AutoModelForCausalLM.from_pretrained(
-        folder, gguf_file=file.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
-    )
-    return file, plain.eval()
+    kind, others = form.removeprefix("gguf-").upper(), {}
+    if kind == "Q4_K_M":
+        kind, others = "Q4_K", MIXED
+    path = folder / "model.gguf"
+    write_model(path, model, "llama", kind=kind, scale=(GGUF | OTHER_GGUF)[kind], others=others)
+    return path, model
 
 
 def write_safetensors(folder: Path, form: str, model: Any) -> Any:

@@ -252,6 +252,33 @@ def test_none_on_a_plain_target_is_an_error(
         loaded(plain, quantize="none")
     line = fails(monkeypatch, capsys, 2, "--target", str(plain), "--quantize", "none")
     assert "is not quantised" in line
+    with pytest.raises(UsageError, match=r"target model .* and draft model .* are not quantised"):
+        loaded(plain, ModelSpec(str(plain), role="draft", quantize="none"), quantize="none")
+
+
+def plain(folder: Path, awq: Path, model: Any) -> None:
+    """Write a model with the tokenizer of the checkpoint `awq`."""
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((awq / name).read_bytes())
+
+
+def test_none_dequantises_a_draft_of_a_plain_target(awq: Path, tmp_path: Path) -> None:
+    plain(tmp_path, awq, random_model(LlamaConfig, **SETTINGS))
+    draft = ModelSpec(str(awq), role="draft", dtype="float32", quantize="none")
+    engine = loaded(tmp_path, draft, quantize="none")
+    assert (engine.info.dtype, engine.info.draft_dtype) == ("float32", "float32")
+
+
+@compiled
+@pytest.mark.parametrize("kind", [LlamaConfig, Starcoder2Config])
+def test_int4_without_a_layer_for_it_is_an_error(kind: type, awq: Path, tmp_path: Path) -> None:
+    """The LM head is large, which int4 leaves to int8; by our own decoder, and by transformers' modules."""
+    settings = {**(OTHERS if kind is Starcoder2Config else SETTINGS), "hidden_size": 64, "intermediate_size": 128}
+    plain(tmp_path, awq, random_model(kind, **{**settings, "vocab_size": 2000}))
+    assert loaded(tmp_path, quantize="int8").info.quantize == "int8"
+    with pytest.raises(UsageError, match=r"quantize is int4, but .* which int4 leaves to int8: take int8, or drop it"):
+        loaded(tmp_path, quantize="int4")
 
 
 @pytest.mark.parametrize(

@@ -15,18 +15,10 @@ from dsbd_cli.ops.cpu.int4 import CompiledInt4
 from dsbd_cli.ops.cpu.int8_groups import CompiledInt8Groups
 from dsbd_cli.ops.quantized_weight import GROUP, FourBit, QuantizedWeight
 from dsbd_cli.ops.select import quantize_missing, stored_linear
-from tests.ops.test_kernels import int4_parts
+from tests.helpers.kernels import int4_parts, packed_words
 
 needs_int4 = pytest.mark.skipif(quantize_missing("int4") is not None, reason=f"{quantize_missing('int4')}")
 TABLE = torch.tensor([1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241], dtype=torch.uint8)
-
-
-def packed(levels: Tensor) -> Tensor:
-    """Words [o, i / 8] of levels [o, i], as FourBit's docstring says."""
-    halves = levels.to(torch.int64).unflatten(1, (-1, 2, 4))
-    shifts = torch.tensor([[0, 8, 16, 24], [4, 12, 20, 28]])
-    words = (halves << shifts).sum((2, 3))
-    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
 
 
 class Stored(QuantizedWeight):
@@ -52,7 +44,7 @@ class Stored(QuantizedWeight):
         return result
 
     def fourbit(self) -> FourBit | None:
-        form = FourBit(packed(self.levels), self.scales, self.offsets, self.table, self.order)
+        form = FourBit(packed_words(self.levels), self.scales, self.offsets, self.table, self.order)
         return form if self.four else None
 
 

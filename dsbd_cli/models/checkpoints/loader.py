@@ -224,11 +224,9 @@ def load_preprocessor(checkpoint: Checkpoint, *, pictures: bool) -> Any:
 
 
 def check_quantize(checkpoint: Checkpoint, config: Any, *, experts: bool = False) -> None:
-    """Raise UsageError where int8 or int4 is asked for and not possible: they run on the CPU. So, too, where `none` is
-    asked for of a target that is not quantised. experts: the model's own decoder has a mixture of experts."""
+    """Raise UsageError where int8 or int4 is asked for and not possible: they run on the CPU. experts: our decoder runs
+    the model, which has a mixture of experts."""
     spec = checkpoint.spec
-    if spec.quantize == "none" and spec.role == "target" and checkpoint.stored_form is None:
-        raise _unquantizable(spec, f"{checkpoint.name} is not quantised, or not in a form that is read here: drop it")
     if not spec.quantizes:
         return
     if spec.device_map is not None or device_of(spec).type != "cpu":
@@ -243,9 +241,24 @@ def check_quantize(checkpoint: Checkpoint, config: Any, *, experts: bool = False
         raise _unquantizable(spec, reason)
 
 
+def check_dequantized(target: Checkpoint, draft: Checkpoint | None) -> None:
+    """Raise UsageError where `none` is asked for, and nothing of a pair is quantised."""
+    pair = [target] if draft is None else [target, draft]
+    asked = [checkpoint for checkpoint in pair if checkpoint.spec.quantize == "none"]
+    if asked and all(checkpoint.stored_form is None for checkpoint in asked):
+        names, verb = " and ".join(checkpoint.name for checkpoint in asked), "is" if len(asked) == 1 else "are"
+        reason = f"{names} {verb} not quantised, or not in a form that is read here: drop it"
+        raise _unquantizable(asked[0].spec, reason)
+
+
 def too_small(spec: ModelSpec, name: str) -> UsageError:
-    """Return the error of a model whose products are all too small to quantize."""
-    return _unquantizable(spec, f"{name} has no linear layer of {LEAST_WEIGHTS} weights or more: drop it")
+    """Return the error of a model whose products are all too small to quantize, or those that int4 quantizes."""
+    reason = f"{name} has no linear layer of {LEAST_WEIGHTS} weights or more"
+    if spec.quantize == "int4":
+        reason += " but queries, keys and values and the LM head, which int4 leaves to int8: take int8, or"
+    else:
+        reason += ":"
+    return _unquantizable(spec, f"{reason} drop it")
 
 
 def _unquantizable(spec: ModelSpec, reason: str) -> UsageError:

@@ -34,9 +34,11 @@ def pack_decoder(decoder: Decoder, device: torch.device) -> None:
 def quantize_decoder(
     decoder: Decoder, outliers: Outliers, weight_format: str | None, least: int = LEAST_WEIGHTS
 ) -> int:
-    """Quantize the products of `least` weights or more, in place, and pack the others. Return how many are quantized.
+    """Quantize the products of `least` weights or more, in place, and pack the others. Return how many have
+    the format that is asked for.
 
-    weight_format: `int8` or `int4`; None: as a quantised file has them, and its plain weights stay plain.
+    weight_format: `int8` or `int4`, of which INT8_IN_INT4 are in int8; None: as a quantised file has them, and its
+    plain weights stay plain.
     """
     made, dtype = 0, decoder.weights.dtype
     for full, owner, name in decoder.plain_products():
@@ -46,12 +48,13 @@ def quantize_decoder(
         if weight_format is not None:
             own = "int8" if name in INT8_IN_INT4 else weight_format
             product = quantized_linear(*linear.converted(dtype), outliers[full], own)
+            made += own == weight_format
         elif _is_stored(linear, least):
             product = stored_linear(linear.weights, linear.biases, outliers[full], dtype)
+            made += 1
         else:
             continue
         setattr(owner, name, product)
-        made += 1
     pack_decoder(decoder, torch.device("cpu"))
     return made
 

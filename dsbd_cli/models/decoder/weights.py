@@ -109,9 +109,9 @@ class MixtureWeights:
 class LayerWeights:
     """Weights of one layer.
 
-    Norms are [hidden]; head_norms, of queries and of keys, are [head_dim] or as wide as all heads. None: the layer lacks
-    the norm. gate_up, down: of the MLP, or of the shared expert of a mixture; None where the mixture has none. sinks:
-    [heads].
+    Norms are [hidden]; head_norms, of queries and of keys, are [head_dim] or as wide as all heads. None: the layer
+    lacks the norm. gate_up, down: of the MLP, or of the shared expert of a mixture; None where the mixture has none.
+    sinks: [heads].
     """
 
     qkv: Linear

@@ -315,11 +315,12 @@ class _Watch:
 
 
 def quantize(model: nn.Module, calibrate: Callable[[], object], weight_format: str, least: int = LEAST_WEIGHTS) -> int:
-    """Replace the plain linear layers of a model on the CPU by quantized ones, in place; return how many.
+    """Replace the plain linear layers of a model on the CPU by quantized ones, in place; return how many have
+    the format that is asked for.
 
-    calibrate: runs tokens through the model. weight_format: `int8` or `int4`. Layers that `calibrate` does not reach
-    stay as they are. So do products of fewer than `least` weights, which would gain nothing: the work around the
-    product takes longer than the product.
+    calibrate: runs tokens through the model. weight_format: `int8` or `int4`, of which INT8_IN_INT4 are in
+    int8. Layers that `calibrate` does not reach stay as they are. So do products of fewer than `least` weights, which
+    would gain nothing: the work around the product takes longer than the product.
     """
     linears = list(plain_linears(model))
     watch = _Watch()
@@ -354,5 +355,5 @@ def quantize(model: nn.Module, calibrate: Callable[[], object], weight_format: s
             watch.seen.pop(child)
         for part, (parent, name, child) in enumerate(layers):
             setattr(parent, name, QuantizedLinear(child, product, part))
-        made += len(layers)
+        made += len(layers) if own == weight_format else 0
     return made

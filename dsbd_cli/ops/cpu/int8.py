@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -37,7 +37,7 @@ from dsbd_cli.ops.cpu.runtime import (
 )
 from dsbd_cli.ops.memory import allocate_weights
 from dsbd_cli.ops.processor import int8_tile
-from dsbd_cli.ops.quantized_weight import GROUP, Blocks, FourBit, QuantizedWeight
+from dsbd_cli.ops.quantized_weight import GROUP
 from dsbd_cli.ops.reference import Routes
 
 LEVELS = 127
@@ -47,8 +47,6 @@ ZERO = 128  # offset of inputs, which are unsigned: for signed ones torch takes 
 LEVEL_ROWS, PRODUCT_ROWS = 32, 128
 INPUTS = 16  # our kernels need a multiple of it, in int4 of GROUP
 SMALLEST = torch.finfo(torch.float32).tiny
-AT_ONCE = 1 << 22  # weights of a file that are dequantised at a time
-Stored = FourBit | Blocks | QuantizedWeight  # as files have weights
 
 
 class QuantizeRowArguments(ctypes.Structure):
@@ -75,9 +73,9 @@ class Int8Arguments(ctypes.Structure):
 
 class QuantizeWeightArguments(ctypes.Structure):
     """Arguments of the kernel that quantizes weights: sizes and addresses. rows: the address of an array of row
-    addresses, in int8 0 for rows of zeros. spare: memory of the threads, `spare_bytes` of each. forms: in int8 the
-    address of an array of the rows' formats (see blocks.row_addresses); 0: rows are floats. outlier_weights: of rows in
-    such formats, to be written."""
+    addresses, in int8 0 for rows of zeros. spare: memory of the threads, `spare_bytes` of each. forms: of bytes in
+    groups the address of an array of the rows' formats (see blocks.row_addresses); 0: rows are floats. outlier_weights:
+    of rows in such formats, to be written."""
 
     _fields_ = fields(
         "taken", "threads", "items", "rows", "inputs", "narrow", "kept", "scales", "sums", "out", "spare",
@@ -159,7 +157,7 @@ class CompiledInt8:
         linear: Linear,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """weights: tensors, or stored ones. dtype: of inputs and results; None: of the weights. The other
+        """weights: tensors, or stored ones in subclasses. dtype: of inputs and results; None: of the weights. The other
         arguments are those of TorchInt8."""
         self._outputs, self._given = sum(map(len, weights)), weights[0].shape[1]
         self._dtype, pad = dtype or weights[0].dtype, nn.functional.pad
@@ -194,23 +192,19 @@ class CompiledInt8:
 
     def _quantize_all(self, weights: Sequence[Any], sums: Tensor) -> Tensor:
         """Quantize weights, and write the sums [o] of their integers. Return the weights of outliers, [o, k]."""
-        count = len(sums)
-        self._allocate(count, weights[0].shape[1])
-        if isinstance(weights[0], Blocks):
-            outlier_weights = [torch.empty(self._outputs, len(self._outliers))]
-            rows, forms = (
-                nn.functional.pad(blocks.row_addresses(weights), (0, 0, 0, count - self._outputs)).t().contiguous()
-            )
-            self._quantize_rows(rows, 4, 0, sums, forms, outlier_weights[0])
-        else:
-            outlier_weights, done = [], 0
-            for piece in [weights] if isinstance(weights[0], Tensor) else _pieces(weights):
-                rows, owners = row_addresses(piece)
-                self._quantize_rows(rows, piece[0].element_size(), done, sums)
-                outlier_weights += [weight[:, self._outliers] for weight in piece]
-                done += len(rows)
-                del owners
+        self._allocate(len(sums), weights[0].shape[1])
+        outlier_weights, done = [], 0
+        for piece in self._pieces(weights):
+            rows, owners = row_addresses(piece)
+            self._quantize_rows(rows, piece[0].element_size(), done, sums)
+            outlier_weights += [weight[:, self._outliers] for weight in piece]
+            done += len(rows)
+            del owners
         return torch.cat(outlier_weights)
+
+    def _pieces(self, weights: Sequence[Any]) -> Iterable[Sequence[Tensor]]:
+        """Return weights some rows at a time, which are a multiple of COLUMNS but for the last ones."""
+        return [weights]
 
     def __call__(self, x: Tensor, routes: Routes | None = None) -> Tensor:
         """Compute the product: x [r, i] -> [r, o]. routes: the expert of each row, whose outputs alone are computed."""
@@ -311,19 +305,6 @@ def _ordinary_mask(inputs: int, outliers: Tensor) -> Tensor:
     return kept
 
 
-def _pieces(weights: Sequence[QuantizedWeight]) -> Iterator[list[Tensor]]:
-    """Yield the rows of stored weights in float32, a multiple of COLUMNS at a time, in pieces of one weight each."""
-    step = max(1, AT_ONCE // weights[0].shape[1] // COLUMNS) * COLUMNS
-    for first in range(0, sum(map(len, weights)), step):
-        begin, piece = 0, list[Tensor]()
-        for weight in weights:
-            rows = slice(max(first - begin, 0), max(first + step - begin, 0))
-            if range(len(weight))[rows]:
-                piece.append(weight.dequantize(rows))
-            begin += len(weight)
-        yield piece
-
-
 class Int8Product:
     """A product in int8, of layers with the same input, which is quantized once.
 
@@ -342,8 +323,8 @@ class Int8Product:
         linear: Linear,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """weights: [o, i] of each layer, tensors of one dtype or Stored. biases: [o] or None of each. outliers: [k],
-        ascending. backend: computes the product. linear: packs weights that are not quantized, or returns None.
+        """weights: [o, i] of each layer, tensors of one dtype, or stored ones. biases: [o] or None of each. outliers:
+        [k], ascending. backend: computes the product. linear: packs weights that are not quantized, or returns None.
         dtype: of inputs and results, where it is not that of the weights; CompiledInt8 alone takes it."""
         self.parts = [len(weight) for weight in weights]
         bias = joined_bias(weights, biases, dtype or weights[0].dtype)

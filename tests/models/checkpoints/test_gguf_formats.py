@@ -11,10 +11,7 @@ from dsbd_cli import ModelError
 from dsbd_cli.models.checkpoints.gguf import formats
 from dsbd_cli.models.checkpoints.gguf.formats import FORMATS, GgufWeight
 from dsbd_cli.models.checkpoints.gguf.header import BLOCKS, PLAIN, TYPES
-from dsbd_cli.ops.quantized_weight import FourBit
 from tests.helpers.raw_gguf import HALVES, random_blocks
-
-FOUR_BITS = ("Q4_0", "Q4_1", "Q4_K", "IQ4_NL", "IQ4_XS", "MXFP4")
 
 
 def weight(kind: str, rows: int = 6, columns: int = 512, seed: int = 0) -> tuple[GgufWeight, Tensor]:
@@ -24,18 +21,6 @@ def weight(kind: str, rows: int = 6, columns: int = 512, seed: int = 0) -> tuple
     return GgufWeight(
         "blk.0.ffn_up.weight", torch.from_numpy(data), kind, "target model 'x': x.gguf"
     ), torch.from_numpy(values)
-
-
-def unpacked(packed: FourBit) -> Tensor:
-    """The values [o, i] by the words of FourBit's docstring alone."""
-    outputs, words = packed.words.shape
-    levels = torch.zeros(outputs, 8 * words, dtype=torch.uint8)
-    for word in range(words):
-        for k in range(4):
-            byte = (packed.words[:, word] >> 8 * k) & 255
-            levels[:, 8 * word + k], levels[:, 8 * word + 4 + k] = byte & 15, byte >> 4
-    numbers = levels if packed.table is None else packed.table[levels.long()]
-    return packed.scales.repeat_interleave(32, 1) * numbers + packed.offsets.repeat_interleave(32, 1)
 
 
 def test_types_are_ggmls() -> None:
@@ -72,9 +57,6 @@ def test_values_of_what_llama_cpp_has_quantised(kind: str) -> None:
 def test_a_single_block(kind: str) -> None:
     ours, values = weight(kind, 1, BLOCKS[kind][0])
     assert torch.equal(ours.dequantize(), values)
-    packed = ours.fourbit()
-    if packed is not None:
-        torch.testing.assert_close(unpacked(packed), values, rtol=1e-6, atol=1e-6 * float(packed.offsets.abs().max()))
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -92,31 +74,6 @@ def test_some_rows(kind: str) -> None:
     assert taken.shape == (4, 512)
     assert torch.equal(taken.take(torch.tensor([3, 1])).dequantize(), values[[3, 0]])
     assert torch.equal(torch.cat([part.dequantize() for part in taken.split([1, 3])]), values[order])
-    whole, packed = ours.fourbit(), taken.fourbit()
-    if whole is not None and packed is not None:
-        assert torch.equal(packed.words, whole.words[order])
-        assert torch.equal(packed.offsets, whole.offsets[order])
-
-
-@pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("chunk", [formats.CHUNK, 768])
-def test_four_bits(kind: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formats, "CHUNK", chunk)
-    ours, values = weight(kind, seed=2)
-    packed = ours.fourbit()
-    assert (packed is not None) == (kind in FOUR_BITS)
-    if packed is None:
-        return
-    assert packed.words.dtype == torch.int32
-    assert packed.words.shape == (6, 64)
-    assert packed.scales.shape == packed.offsets.shape == (6, 16)
-    assert packed.order is None
-    # an offset of 128 scales is far larger than the values, so it costs some of their last bits
-    atol = 1e-6 * float(packed.offsets.abs().max())
-    torch.testing.assert_close(unpacked(packed), values, rtol=1e-6, atol=atol)
-    [_, second] = [part.fourbit() for part in ours.split([4, 2])]
-    assert second is not None
-    assert torch.equal(second.words, packed.words[4:])
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -142,9 +99,6 @@ def test_the_largest_scales_of_mxfp4_are_finite() -> None:
     largest = GgufWeight("w", data, "MXFP4", "x")
     largest.check()
     assert bool(largest.dequantize().isfinite().all())
-    packed = largest.fourbit()
-    assert packed is not None
-    assert torch.equal(unpacked(packed), largest.dequantize())
     data[0, 0] += 1
     with pytest.raises(ModelError, match="NaN or infinite"):
         largest.check()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,35 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dsbd_cli import ModelError
+from dsbd_cli.models.checkpoints.gguf import formats
 from dsbd_cli.models.checkpoints.gguf.file import GgufFile
 from dsbd_cli.models.checkpoints.gguf.formats import FORMATS, GgufWeight
 from dsbd_cli.models.checkpoints.gguf.header import BLOCKS, FOUR_BITS
 from dsbd_cli.ops.cpu import blocks
 from dsbd_cli.ops.cpu.int4 import CompiledInt4
 from dsbd_cli.ops.cpu.int8 import CompiledInt8
+from dsbd_cli.ops.cpu.int8_groups import CompiledInt8Groups
+from dsbd_cli.ops.quantized_weight import GROUP, FourBit
 from dsbd_cli.ops.select import packed_linear, quantize_missing, stored_linear
+from tests.helpers.kernels import int4_parts, packed_words
 from tests.helpers.raw_gguf import HALVES, info, random_blocks, raw_gguf
 
 pytestmark = pytest.mark.skipif(quantize_missing("int4") is not None, reason=f"{quantize_missing('int4')}")
+
+# Of formats of four bits: the byte at which levels begin, the bytes of levels whose lower halves come before their
+# upper ones, scales [n, groups] of blocks, and how far levels are above the numbers that they stand for.
+LEVELS: dict[str, tuple[int, int, Callable[[Tensor], Tensor], int]] = {
+    "Q4_0": (2, 16, lambda blocks: formats._half(blocks, 0), 8),
+    "Q4_1": (4, 16, lambda blocks: formats._half(blocks, 0), 0),
+    "Q4_K": (16, 32, lambda blocks: formats._k_parts(blocks)[0], 0),
+    "IQ4_NL": (2, 16, lambda blocks: formats._half(blocks, 0), 128),
+    "IQ4_XS": (8, 16, formats._iq4_scales, 128),
+    "MXFP4": (1, 16, formats._e8m0_scales, 12),
+}
+LEAST: dict[str, Callable[[Tensor], Tensor]] = {  # offsets of formats that have some
+    "Q4_1": lambda blocks: formats._half(blocks, 2),
+    "Q4_K": lambda blocks: formats._k_parts(blocks)[1],
+}
 
 
 def weight(kind: str, rows: int, columns: int, seed: int = 0) -> GgufWeight:
@@ -34,12 +53,36 @@ def bits(values: Tensor) -> Tensor:
     return values.view(torch.int32)
 
 
+def four_bits(stored: GgufWeight) -> FourBit:
+    """A weight's levels, scales and offsets, by operators of torch."""
+    start, span, scales_of, shift = LEVELS[stored.kind]
+    size = BLOCKS[stored.kind][1]
+    parts = stored._packed().reshape(-1, size)
+    scales = scales_of(parts)
+    offsets = LEAST[stored.kind](parts) if stored.kind in LEAST else scales * -float(shift)
+    levels = formats._nibbles(parts[:, start:], span).view(stored.shape)
+    rows = len(stored)
+    return FourBit(packed_words(levels), scales.view(rows, -1), offsets.reshape(rows, -1), blocks.table(stored.kind))
+
+
 def packed(kind: type[CompiledInt8], weights: Sequence[Any], outliers: Tensor, dtype: torch.dtype) -> CompiledInt8:
     return kind(weights, outliers, torch.zeros(sum(map(len, weights))), packed_linear, dtype)
 
 
+def bytes_of(values: Tensor) -> tuple[Tensor, ...]:
+    """What is stored of values [o, i]: bytes [o, i], scales and offsets [o, g] in float16, and their factor [o]. By
+    operators of torch, each of which rounds once."""
+    groups = values.unflatten(1, (-1, GROUP))
+    scales = (groups.abs().amax(2) / 127).clamp_min(torch.finfo(torch.float32).tiny)
+    levels = (groups / scales[..., None]).round().add(128).flatten(1).to(torch.uint8)
+    offsets = scales * -128
+    factor = torch.maximum(scales, offsets.abs() * torch.tensor(1 / 15)).amax(1)
+    return levels, (scales / factor[:, None]).half(), (offsets / factor[:, None]).half(), factor
+
+
 def assert_same(ours: CompiledInt8, theirs: CompiledInt8) -> None:
-    assert torch.equal(ours.weights, theirs.weights)
+    for mine, wanted in zip(int4_parts(ours), int4_parts(theirs), strict=True):  # nothing reads rows that fill a block
+        assert torch.equal(mine[: ours._outputs], wanted[: ours._outputs])
     assert torch.equal(bits(ours.scales), bits(theirs.scales))
     assert torch.equal(ours._outlier_lines, theirs._outlier_lines)
 
@@ -47,11 +90,23 @@ def assert_same(ours: CompiledInt8, theirs: CompiledInt8) -> None:
 @pytest.mark.parametrize("kind", FORMATS)
 def test_formats_are_described_twice_alike(kind: str) -> None:
     form, table = blocks.FORMATS[kind], blocks.table(kind)
-    theirs = FORMATS[kind].table
+    theirs = {"IQ4_NL": formats.LEVELS, "IQ4_XS": formats.LEVELS, "MXFP4": formats.DOUBLED}.get(kind)
     assert (form.numbers, form.size) == BLOCKS[kind]
     assert (table is None) == (theirs is None)
-    assert table is None or theirs is None or torch.equal(table, theirs)
-    assert blocks.are_four_bits([kind]) == (FORMATS[kind].parts is not None) == (kind in FOUR_BITS)
+    assert table is None or tuple((table.int() - form.shift).tolist()) == theirs
+    assert blocks.are_four_bits([kind]) == (kind in FOUR_BITS)
+    assert set(FOUR_BITS) == set(LEVELS)
+
+
+@pytest.mark.parametrize("kind", FOUR_BITS)
+def test_levels_scales_and_offsets_are_those_of_the_values(kind: str) -> None:
+    """Guards what the packed products below are compared with."""
+    stored = weight(kind, 6, 512)
+    form = four_bits(stored)
+    assert form.scales.shape == form.offsets.shape == (6, 512 // GROUP)
+    # an offset of 128 scales is far larger than the values, so it costs some of their last bits
+    atol = 1e-6 * float(form.offsets.abs().max())
+    torch.testing.assert_close(form.columns(torch.arange(512)), stored.dequantize_by_torch(), rtol=1e-6, atol=atol)
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -76,7 +131,7 @@ def test_four_bits_are_packed_as_torch_packs_them(data: st.DataObject) -> None:
     channels = data.draw(st.sets(st.integers(0, columns - 1), min_size=1, max_size=columns // 2))
     dtype, outliers = data.draw(st.sampled_from((torch.float32, torch.bfloat16))), torch.tensor(sorted(channels))
     ours = packed(CompiledInt4, [part.blocks() for part in weights], outliers, dtype)
-    theirs = packed(CompiledInt4, [part.fourbit() for part in weights], outliers, dtype)
+    theirs = packed(CompiledInt4, [four_bits(part) for part in weights], outliers, dtype)
     assert_same(ours, theirs)
     tables = [None if product.table is None else product.table.tolist() for product in (ours, theirs)]  # type: ignore[attr-defined]
     assert tables[0] == tables[1]
@@ -86,13 +141,20 @@ def test_four_bits_are_packed_as_torch_packs_them(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_int8_is_that_of_the_dequantised_weight(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_are_those_of_the_dequantised_weight(
+    kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     weights = [weight(kind, 130, 768), weight("Q6_K", 7, 768, 1)]
     outliers = torch.tensor([0, 31, 32, 255, 767])
-    theirs = packed(CompiledInt8, [part.dequantize_by_torch() for part in weights], outliers, dtype)
-    assert_same(packed(CompiledInt8, [part.blocks() for part in weights], outliers, dtype), theirs)
-    monkeypatch.setattr("dsbd_cli.ops.cpu.int8.AT_ONCE", 768 * 64)  # in pieces, as other files' weights are
-    assert_same(packed(CompiledInt8, weights, outliers, dtype), theirs)
+    theirs = packed(CompiledInt8Groups, [part.dequantize_by_torch() for part in weights], outliers, dtype)
+    assert_same(packed(CompiledInt8Groups, [part.blocks() for part in weights], outliers, dtype), theirs)
+    monkeypatch.setattr("dsbd_cli.ops.cpu.int8_groups.AT_ONCE", 768 * 64)  # in pieces, as other files' weights are
+    assert_same(packed(CompiledInt8Groups, weights, outliers, dtype), theirs)
+    values = torch.cat([part.dequantize_by_torch() for part in weights])
+    values[:, outliers] = 0
+    stored = (*int4_parts(theirs), theirs.scales)
+    for ours, wanted in zip(stored, bytes_of(values), strict=True):
+        assert torch.equal(ours[: len(wanted)], wanted)
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -132,6 +194,6 @@ def test_memory_of_packed_products_is_known_before(tmp_path: Path) -> None:
     path.write_bytes(raw_gguf(tensors=infos, data=data))
     made = [
         packed(kind, [weight(form, 64, 256).blocks()], torch.tensor([0]), torch.float32).weights
-        for kind, form in ((CompiledInt8, "Q6_K"), (CompiledInt4, "Q4_K"))
+        for kind, form in ((CompiledInt8Groups, "Q6_K"), (CompiledInt4, "Q4_K"))
     ]
     assert GgufFile.open(path, "x").packed_bytes == sum(part.numel() * part.element_size() for part in made)

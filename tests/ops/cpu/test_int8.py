@@ -297,14 +297,16 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> None:
     with pytest.raises(UsageError, match="quantize is 'int2', but must be one of int8, int4"):
         ModelSpec("t", quantize="int2")  # type: ignore[arg-type]
     spec = ModelSpec(str(checkpoint), device="cpu", quantize="int8")
-    monkeypatch.setattr(loader, "quantize_missing", lambda _: None)  # on any processor
+    monkeypatch.setattr(loader, "quantize_missing", lambda _, **more: None)  # on any processor
     with pytest.raises(UsageError, match=r"quantize is int8, but .* has no linear layer of 100000 weights or more"):
         load_model(Checkpoint.open(spec))
-    monkeypatch.setattr(loader, "quantize_missing", lambda _: "this build of torch has no int8 linear layers (oneDNN)")
+    monkeypatch.setattr(
+        loader, "quantize_missing", lambda _, **more: "this build of torch has no int8 linear layers (oneDNN)"
+    )
     with pytest.raises(UsageError, match="quantize is int8, but this build of torch has no int8 linear layers"):
         load_model(Checkpoint.open(spec))
     # what the command says is looked at first: the other question compiles kernels
-    monkeypatch.setattr(loader, "quantize_missing", lambda _: pytest.fail("asked though it cannot matter"))
+    monkeypatch.setattr(loader, "quantize_missing", lambda _, **more: pytest.fail("asked though it cannot matter"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     with pytest.raises(UsageError, match=r"but int8 runs on the CPU only: .*--device cpu"):

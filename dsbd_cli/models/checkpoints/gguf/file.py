@@ -140,13 +140,13 @@ class GgufFile:
 
     @property
     def packed_bytes(self) -> int:
-        """Bytes of the products that are packed from blocks, at least: four bits and two factors of a group, or int8.
-        An embedding table stays in the file; 0 where the weights are plain."""
+        """Bytes of the products that are packed from blocks, at least: four bits, or bytes, and two factors of a
+        group. An embedding table stays in the file; 0 where the weights are plain."""
         if self.form is None:
             return 0
         table = {"token_embd.weight"} if "output.weight" in self.tensors else set[str]()
         sizes = [
-            prod(tensor.shape) * (5 if tensor.kind in FOUR_BITS else 8) // 8
+            prod(tensor.shape) * (5 if tensor.kind in FOUR_BITS else 9) // 8
             for tensor in self.tensors.values()
             if len(tensor.shape) == 2 and tensor.kind not in PLAIN and tensor.name not in table
         ]

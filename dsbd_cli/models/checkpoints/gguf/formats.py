@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dsbd_cli.errors import ModelError
 from dsbd_cli.models.checkpoints.gguf.header import BLOCKS
-from dsbd_cli.ops.quantized_weight import GROUP, LARGEST_E8M0, Blocks, FourBit, QuantizedWeight
+from dsbd_cli.ops.quantized_weight import LARGEST_E8M0, Blocks, QuantizedWeight
 from dsbd_cli.ops.select import unpacked_blocks
 
 CHUNK = 1 << 17  # numbers that are unpacked at once, so that what lies between fits a cache
@@ -25,9 +25,7 @@ LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 1
 DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the values of E2M1
 
 _IQ4 = torch.tensor(LEVELS, dtype=torch.float32)
-_IQ4_TABLE = torch.tensor([level + 128 for level in LEVELS], dtype=torch.uint8)
 _E2M1 = torch.tensor(DOUBLED, dtype=torch.float32)
-_E2M1_TABLE = torch.tensor([value + 12 for value in DOUBLED], dtype=torch.uint8)
 _BITS = torch.arange(32, dtype=torch.int32)
 _HALF_E8M0 = torch.tensor([2.0 ** (power - 128) for power in range(256)], dtype=torch.float32)
 
@@ -39,18 +37,10 @@ class BlockFormat:
     Attributes:
         unpack: writes the values of blocks [n, b] uint8 into [n, numbers] float32.
         halves: bytes of a block at which its scales in float16 begin. Empty: its first byte is one in E8M0.
-        levels: byte at which the levels begin, for formats of four bits.
-        parts: returns scales and offsets [n, numbers / GROUP] float32 of blocks, for formats of four bits.
-        span: bytes of levels whose lower halves come before their upper ones, for formats of four bits.
-        table: [16] uint8, see FourBit.
     """
 
     unpack: Callable[[Tensor, Tensor], None]
     halves: tuple[int, ...]
-    levels: int = 0
-    parts: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
-    span: int = 16
-    table: Tensor | None = None
 
 
 class GgufWeight(QuantizedWeight):
@@ -84,19 +74,6 @@ class GgufWeight(QuantizedWeight):
 
     def blocks(self) -> Blocks:
         return self._blocks
-
-    def fourbit(self) -> FourBit | None:
-        layout = FORMATS[self.kind]
-        if layout.parts is None:
-            return None
-        outputs, inputs = self.shape
-        groups = self._numbers // GROUP
-        words = torch.empty(outputs, inputs // 8, dtype=torch.int32)
-        scales, offsets = torch.empty(2, outputs, inputs // GROUP, dtype=torch.float32)
-        for part, blocks in self._chunks(self._packed()):
-            words.view(-1, 4 * groups)[part] = _words(blocks[:, layout.levels :], layout.span)
-            scales.view(-1, groups)[part], offsets.view(-1, groups)[part] = layout.parts(blocks)
-        return FourBit(words, scales, offsets, layout.table)
 
     def check(self) -> None:
         """Raise ModelError where a scale is NaN or infinite."""
@@ -138,13 +115,6 @@ def _half(blocks: Tensor, at: int) -> Tensor:
 def _integers(data: Tensor) -> Tensor:
     """Return bytes [n, b] uint8 as [n, b / 4] int32. They are copied, because they need not be aligned."""
     return data.clone(memory_format=torch.contiguous_format).view(torch.int32)
-
-
-def _words(levels: Tensor, span: int) -> Tensor:
-    """Return the words [n, b / 4] int32 of FourBit. levels: [n, b] uint8. span: bytes whose lower halves come first."""
-    whole = _integers(levels).view(len(levels), -1, 1, span // 8, 2)
-    halves = torch.cat((whole & 0x0F0F0F0F, (whole >> 4) & 0x0F0F0F0F), 2)  # [n, spans, 2, span / 8, 2]
-    return (halves[..., 0] | (halves[..., 1] << 4)).view(len(levels), -1)
 
 
 def _nibbles(levels: Tensor, span: int) -> Tensor:
@@ -264,23 +234,18 @@ def _mxfp4(blocks: Tensor, values: Tensor) -> None:
     _looked_up(values, _nibbles(blocks[:, 1:], 16), _E2M1, _e8m0_scales(blocks))
 
 
-def _shifted(scales: Tensor, shift: float) -> tuple[Tensor, Tensor]:
-    """Return scales, and the offsets of levels from which `shift` is to be subtracted."""
-    return scales, scales * -shift
-
-
 FORMATS = {
-    "Q4_0": BlockFormat(_q4_0, (0,), 2, lambda blocks: _shifted(_half(blocks, 0), 8)),
-    "Q4_1": BlockFormat(_q4_1, (0, 2), 4, lambda blocks: (_half(blocks, 0), _half(blocks, 2))),
+    "Q4_0": BlockFormat(_q4_0, (0,)),
+    "Q4_1": BlockFormat(_q4_1, (0, 2)),
     "Q5_0": BlockFormat(_q5_0, (0,)),
     "Q5_1": BlockFormat(_q5_1, (0, 2)),
     "Q8_0": BlockFormat(_q8_0, (0,)),
     "Q2_K": BlockFormat(_q2_k, (80, 82)),
     "Q3_K": BlockFormat(_q3_k, (108,)),
-    "Q4_K": BlockFormat(_q4_k, (0, 2), 16, _k_parts, span=32),
+    "Q4_K": BlockFormat(_q4_k, (0, 2)),
     "Q5_K": BlockFormat(_q5_k, (0, 2)),
     "Q6_K": BlockFormat(_q6_k, (208,)),
-    "IQ4_NL": BlockFormat(_iq4_nl, (0,), 2, lambda blocks: _shifted(_half(blocks, 0), 128), table=_IQ4_TABLE),
-    "IQ4_XS": BlockFormat(_iq4_xs, (0,), 8, lambda blocks: _shifted(_iq4_scales(blocks), 128), table=_IQ4_TABLE),
-    "MXFP4": BlockFormat(_mxfp4, (), 1, lambda blocks: _shifted(_e8m0_scales(blocks), 12), table=_E2M1_TABLE),
+    "IQ4_NL": BlockFormat(_iq4_nl, (0,)),
+    "IQ4_XS": BlockFormat(_iq4_xs, (0,)),
+    "MXFP4": BlockFormat(_mxfp4, ()),
 }

@@ -35,7 +35,6 @@ class Quantization:
         ordered: groups may hold inputs that are not neighbours.
         floating: levels are floating-point numbers of eight bits.
         shared: all outputs of a layer share one scale, too.
-        unquantized: layers that have plain weights, as the config names them. Their tensors say the same.
     """
 
     method: str
@@ -46,7 +45,6 @@ class Quantization:
     ordered: bool = False
     floating: bool = False
     shared: bool = False
-    unquantized: tuple[str, ...] = ()
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -135,14 +133,8 @@ def _listed(values: Sequence[int]) -> str:
     return f"{', '.join(most)} or {last}" if most else last
 
 
-def _names(settings: Mapping[str, Any], field: str) -> tuple[str, ...]:
-    names = settings.get(field) or []
-    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-        raise _UnreadError(f"its quantization_config says {field} = {shorten(names)}, but names must stand there")
-    return tuple(names)
-
-
 def _gptq(settings: Mapping[str, Any]) -> Quantization:
+    _check_rules(settings)
     form = _word(settings, "checkpoint_format", None) or _word(settings, "format", GPTQ)
     for layout in ("is_marlin_format", "planar"):
         if _flag(settings, layout):
@@ -158,12 +150,12 @@ def _gptq(settings: Mapping[str, Any]) -> Quantization:
         _group_size({"group_size": 128, **settings}, ("group_size",)),
         symmetric=_flag(settings, "sym"),
         ordered=_flag(settings, "desc_act"),
-        unquantized=(*_names(settings, "modules_to_not_convert"), *_left_out(settings)),
     )
 
 
-def _left_out(settings: Mapping[str, Any]) -> list[str]:
-    """Return the patterns of layers that GPTQModel has left out. Its other rules are not read."""
+def _check_rules(settings: Mapping[str, Any]) -> None:
+    """Refuse rules of GPTQModel that quantise some layers in another way. Layers that it has left out have plain
+    tensors."""
     rules = settings.get("dynamic") or {}
     if not isinstance(rules, Mapping) or not all(isinstance(rule, str) for rule in rules):
         raise _UnreadError(f"its quantization_config says dynamic = {shorten(rules)}, but rules must stand there")
@@ -171,10 +163,10 @@ def _left_out(settings: Mapping[str, Any]) -> list[str]:
         raise _UnreadError(
             f"its layers are quantised in several ways (dynamic: {shorten(changed[0])}), and one way is read: {INSTEAD}"
         )
-    return [rule for rule in rules if rule.startswith("-:")]
 
 
 def _awq(settings: Mapping[str, Any]) -> Quantization:
+    _check_rules(settings)
     form = next(
         filter(None, (_word(settings, name, None) for name in ("version", "checkpoint_format", "format"))), "gemm"
     )
@@ -185,7 +177,6 @@ def _awq(settings: Mapping[str, Any]) -> Quantization:
         form,
         _bits({"w_bit": 4, **settings}, ("bits", "w_bit"), (4,)),
         _group_size({"q_group_size": 128, **settings}, ("group_size", "q_group_size")),
-        unquantized=(*_names(settings, "modules_to_not_convert"), *_left_out(settings)),
     )
 
 
@@ -243,7 +234,6 @@ def _scheme(group: Mapping[str, Any], settings: Mapping[str, Any]) -> Quantizati
         ordered=order is True or _word({"actorder": order or None}, "actorder", None) in ("group", "dynamic"),
         floating=floating,
         shared=strategy == "tensor",
-        unquantized=_names(settings, "ignore"),
     )
 
 

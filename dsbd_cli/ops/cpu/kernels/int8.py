@@ -15,11 +15,9 @@ from typing import Any
 from llvmlite import ir
 from numba import njit, types
 
-from dsbd_cli.ops.cpu.blocks import SPARE
 from dsbd_cli.ops.cpu.int8 import LAYOUT, MULTIPLY, QUANTIZE_ROWS, QUANTIZE_WEIGHTS, SMALLEST, ZERO
 from dsbd_cli.ops.cpu.int8 import LEVELS as MOST
 from dsbd_cli.ops.cpu.kernels.amx import matrix_tile
-from dsbd_cli.ops.cpu.kernels.blocks import unpack_row
 from dsbd_cli.ops.cpu.kernels.compiler import KernelCompiler
 from dsbd_cli.ops.cpu.kernels.simd import (
     BLOCKS,
@@ -266,26 +264,11 @@ def quantize_weight_row(row, inputs, narrow, kept, target, scale_at, sum_at):
     put_i32(sum_at, types.int64(total(summed)))
 
 
-@njit(error_model="numpy")
-def unpacked(at, number, row, spare):
-    """Return a row in float32, which is unpacked if it is in blocks of a GGUF file. Then the weights of its outliers
-    are written."""
-    forms, count = get_i64(at + W_FORMS), get_i64(at + W_OUTLIER_COUNT)
-    if forms == 0 or row == 0:
-        return row
-    out = spare + SPARE
-    unpack_row(row, get_i64(forms + number * 8), get_i64(at + W_INPUTS), spare, out)
-    for j in range(count):
-        value = get_f32(out + get_i64(get_i64(at + W_OUTLIERS) + j * 8) * WORD)
-        put_f32(get_i64(at + W_OUTLIER_WEIGHTS) + (number * count + j) * WORD, value)
-    return out
-
-
 @compiled.addressed
 def quantize_weights(at):
     """Quantize weights, a block of COLUMNS rows at a time, and pack them as lines."""
     inputs, narrow, kept = get_i64(at + W_INPUTS), get_i64(at + W_NARROW), get_i64(at + W_KEPT)
-    # memory of this thread: integers of COLUMNS rows, and a row that is unpacked
+    # memory of this thread: integers of COLUMNS rows
     spare = get_i64(at + W_SPARE) + take(at + W_THREADS) * get_i64(at + W_SPARE_BYTES)
     while True:
         block = take(at + W_TAKEN)
@@ -294,7 +277,6 @@ def quantize_weights(at):
         for column in range(COLUMNS):
             weight_row = block * COLUMNS + column
             row, target = get_i64(get_i64(at + W_ROWS) + weight_row * 8), spare + column * inputs
-            row = unpacked(at, weight_row, row, spare + COLUMNS * inputs)
             quantize_weight_row(
                 row, inputs, narrow, kept, target, get_i64(at + W_SCALES) + weight_row * WORD,
                 get_i64(at + W_SUMS) + weight_row * WORD,

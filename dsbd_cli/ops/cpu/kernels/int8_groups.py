@@ -10,18 +10,24 @@ from __future__ import annotations
 
 from numba import njit, types
 
+from dsbd_cli.ops.cpu.blocks import SPARE
 from dsbd_cli.ops.cpu.int8 import LEVELS as MOST
 from dsbd_cli.ops.cpu.int8 import SMALLEST
 from dsbd_cli.ops.cpu.int8_groups import GROUP_BYTES, LAYOUT, ZERO
+from dsbd_cli.ops.cpu.kernels.blocks import unpack_row
 from dsbd_cli.ops.cpu.kernels.compiler import KernelCompiler
 from dsbd_cli.ops.cpu.kernels.int4 import adding_up, finish, store_factors
 from dsbd_cli.ops.cpu.kernels.int8 import (
     OUTLIER_WORDS,
+    W_FORMS,
     W_INPUTS,
     W_ITEMS,
     W_KEPT,
     W_NARROW,
     W_OUT,
+    W_OUTLIER_COUNT,
+    W_OUTLIER_WEIGHTS,
+    W_OUTLIERS,
     W_ROWS,
     W_SCALES,
     W_SPARE,
@@ -31,7 +37,6 @@ from dsbd_cli.ops.cpu.kernels.int8 import (
     add_up_outliers,
     magnitude,
     store_bytes,
-    unpacked,
 )
 from dsbd_cli.ops.cpu.kernels.simd import (
     CHUNK,
@@ -43,6 +48,7 @@ from dsbd_cli.ops.cpu.kernels.simd import (
     add,
     divide,
     fma,
+    get_f32,
     get_i64,
     larger,
     largest,
@@ -99,6 +105,21 @@ def quantize_group(row, narrow, kept, levels):
         whole = sub(add(divide(mul(value, load_f32(kept + i * WORD)), wide), nearest), nearest)
         store_bytes(levels + i, add(whole, zero))
     return scale + total(nan_sum)
+
+
+@njit(error_model="numpy")
+def unpacked(at, number, row, spare):
+    """Return a row in float32, which is unpacked if it is in blocks of a GGUF file. Then the weights of its outliers
+    are written."""
+    forms, count = get_i64(at + W_FORMS), get_i64(at + W_OUTLIER_COUNT)
+    if forms == 0 or row == 0:
+        return row
+    out = spare + SPARE
+    unpack_row(row, get_i64(forms + number * 8), get_i64(at + W_INPUTS), spare, out)
+    for j in range(count):
+        value = get_f32(out + get_i64(get_i64(at + W_OUTLIERS) + j * 8) * WORD)
+        put_f32(get_i64(at + W_OUTLIER_WEIGHTS) + (number * count + j) * WORD, value)
+    return out
 
 
 @compiled.addressed

@@ -29,16 +29,16 @@ def test_plain_weights_have_no_settings() -> None:
         ),
         (
             config("gptq", bits=4, group_size=32, dynamic={"-:.*down.*": {}}, pack_dtype="int32"),
-            Quantization("gptq", "gptq", 4, 32, unquantized=("-:.*down.*",)),
+            Quantization("gptq", "gptq", 4, 32),
         ),
         (config("awq", bits=4, group_size=64, version="GEMM"), Quantization("awq", "gemm", 4, 64)),
         (
             config("awq", w_bit=4, q_group_size=64, version="gemv", modules_to_not_convert=["lm_head"]),
-            Quantization("awq", "gemv", 4, 64, unquantized=("lm_head",)),
+            Quantization("awq", "gemv", 4, 64),
         ),
         (
             compressed_config(),
-            Quantization("compressed-tensors", "pack-quantized", 4, 32, symmetric=True, unquantized=("lm_head",)),
+            Quantization("compressed-tensors", "pack-quantized", 4, 32, symmetric=True),
         ),
         (
             compressed_config(8, None, "tensor", form="float-quantized", kind="float"),
@@ -50,7 +50,6 @@ def test_plain_weights_have_no_settings() -> None:
                 symmetric=True,
                 floating=True,
                 shared=True,
-                unquantized=("lm_head",),
             ),
         ),
     ],
