@@ -17,6 +17,7 @@ from torch import Tensor
 
 GROUP = 32  # inputs that share a scale where products are computed in four bits
 AT_ONCE = 1 << 22  # weights that are dequantised at a time
+E2M1 = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)  # twice the numbers of E2M1, plus 12
 LARGEST_E8M0 = 251  # power of a scale; 24 times half of the next is infinite in float32; the last one means NaN
 
 

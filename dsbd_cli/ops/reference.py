@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from dsbd_cli.ops import recording
 
+OUTPUTS_STEP = 64  # outputs of a product that kernels compute at once; those of an expert must be a multiple of it
 OUTLIERS = 32  # channels that are not quantized; measured: benchmarks/LOG.md, 2026-11-22
 # Smaller arguments of exp are raised to this: soon below, exp is subnormal in float32, which takes processors ten times
 # as long, and such numbers do not change a float32 sum that has a 1.

@@ -147,7 +147,7 @@ class Checkpoint:
     @property
     def stored_form(self) -> str | None:
         """Name of the form in which the files hold quantised weights that are read here: gptq, awq, compressed-tensors,
-        or gguf-q4_k and other types of GGUF. None: plain weights, or a form that is not read."""
+        mxfp4, or gguf-q4_k and other types of GGUF. None: plain weights, or a form that is not read."""
         if self.gguf is not None:
             return self.gguf.form
         return None if self.quantization is None or isinstance(self.quantization, str) else self.quantization.method
@@ -186,7 +186,10 @@ class Checkpoint:
             tensors = read_tensors(self.path)
             if self.quantization is not None and not isinstance(self.quantization, str):
                 from dsbd_cli.models.checkpoints.quantized.groupwise import quantized_tensors
+                from dsbd_cli.models.checkpoints.quantized.mxfp4 import mxfp4_tensors
 
+                if self.quantization.method == "mxfp4":
+                    return mxfp4_tensors(tensors, self.name)
                 return quantized_tensors(tensors, self.quantization, self.name)
             return tensors
         except (OSError, SafetensorError, ValueError, KeyError) as error:

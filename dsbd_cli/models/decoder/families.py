@@ -13,7 +13,7 @@ import torch
 from dsbd_cli.errors import one_line
 from dsbd_cli.models.checkpoints.generation import positions_of
 from dsbd_cli.models.decoder.config import DecoderConfig, MixtureConfig, Rotary
-from dsbd_cli.ops.cpu.linear import COLUMNS
+from dsbd_cli.ops.reference import OUTPUTS_STEP
 
 ACTIVATIONS = {"silu": False, "gelu_pytorch_tanh": True}  # activation -> whether it is gelu (in its form with tanh)
 ROTARY_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
@@ -256,9 +256,9 @@ def _mixture(
     config: Any, experts: int, inner: int, layers: Sequence[object] | None = None, **more: Any
 ) -> dict[str, Any]:
     """Return the mixture of a family. layers: per layer, whether it has the mixture; None: all have."""
-    if experts < 2 or 2 * inner % COLUMNS or config.hidden_size % COLUMNS:
+    if experts < 2 or 2 * inner % OUTPUTS_STEP or config.hidden_size % OUTPUTS_STEP:
         raise _UnknownError(
-            f"it has {experts} experts of width {inner}, and widths must be multiples of {COLUMNS // 2}"
+            f"it has {experts} experts of width {inner}, and widths must be multiples of {OUTPUTS_STEP // 2}"
         )
     if not all(map(bool, layers or [True])) and config.intermediate_size <= 0:
         raise _UnknownError(f"its MLPs have the width {config.intermediate_size}")

@@ -305,15 +305,20 @@ class WeightReader:
         granite = f"{at}{mixture.experts_name.rpartition('.')[0]}.{granite_part}"
         if f"model.{granite}" in self.tensors:
             name = granite
-        weights: Sequence[Any]
-        if mixture.transposed:
-            weights = [weight.t() for weight in self.tensor(name, count, inputs, outputs)]
+        whole, weights = self.tensor(name), list[Any]()
+        if isinstance(whole, QuantizedWeight):
+            _check(name, whole, (count * outputs, inputs))
+            weights = whole.split([outputs] * count)
         else:
-            weights = [*self.tensor(name, count, outputs, inputs)]
+            _check(name, whole, (count, inputs, outputs) if mixture.transposed else (count, outputs, inputs))
+            weights = [weight.t() if mixture.transposed else weight for weight in whole]
         biases: list[Any] = [*self.tensor(f"{name}_bias", count, outputs)] if mixture.biased else [None] * count
         if mixture.transposed and part == "gate_up_proj":
             order = torch.arange(outputs).view(-1, 2).t().flatten()  # gates, then values
-            weights, biases = [weight[order] for weight in weights], [bias[order] for bias in biases]
+            weights = [
+                weight.take(order) if isinstance(weight, QuantizedWeight) else weight[order] for weight in weights
+            ]
+            biases = [bias[order] for bias in biases]
         return PlainLinear(weights, biases)
 
     def _norm_names(self) -> list[tuple[str, str]]:

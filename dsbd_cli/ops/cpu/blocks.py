@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.ops.cpu.runtime import CpuKernel, fields, kernels, layout, offsets
-from dsbd_cli.ops.quantized_weight import GROUP, LARGEST_E8M0, Blocks
+from dsbd_cli.ops.quantized_weight import E2M1, GROUP, LARGEST_E8M0, Blocks
 
 MOST = 256  # numbers of a block
 ROWS = 16  # that a thread unpacks at a time
@@ -58,7 +58,6 @@ class BlockLayout(NamedTuple):
 
 SCALES = ("half", "halves", "six_bits", "q6_k", "q2_k", "q3_k", "iq4_xs", "e8m0")
 _IQ4 = (1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241)
-_E2M1 = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)
 _FIFTH = Bits(16, 1, 32, 4)
 FORMATS = {
     "Q4_0": BlockLayout(32, 18, "half", 1, (Bits(2, 4, 16),), 8),
@@ -73,7 +72,7 @@ FORMATS = {
     "Q6_K": BlockLayout(256, 210, "q6_k", 16, (Bits(0, 4, 64), Bits(128, 2, 32, 4)), 32),
     "IQ4_NL": BlockLayout(32, 18, "half", 1, (Bits(2, 4, 16),), 128, table=_IQ4),
     "IQ4_XS": BlockLayout(256, 136, "iq4_xs", 8, (Bits(8, 4, 16),), 128, table=_IQ4),
-    "MXFP4": BlockLayout(32, 17, "e8m0", 1, (Bits(1, 4, 16),), 12, table=_E2M1),
+    "MXFP4": BlockLayout(32, 17, "e8m0", 1, (Bits(1, 4, 16),), 12, table=E2M1),
 }
 
 

@@ -34,13 +34,13 @@ from dsbd_cli.ops.cpu.runtime import (
 )
 from dsbd_cli.ops.memory import allocate_weights
 from dsbd_cli.ops.processor import Processor, bfloat16_tile, current, on_amd
-from dsbd_cli.ops.reference import Routes
+from dsbd_cli.ops.reference import OUTPUTS_STEP, Routes
 
 ROWS_HINT = 32  # tokens for which torch chooses its blocks; measured: any hint from 8 to 512 gives the same blocks
 LEAST_ROWS = 4  # fewer rows take torch longer; measured: 1 row 0.65 ms, 4 rows 0.51 ms for 5632 x 2048 in bfloat16
 MIN_FEATURES = 64
 NOTHING_PACKS = "nothing packs weights"
-COLUMNS = 64  # outputs that our kernels compute at once
+COLUMNS = OUTPUTS_STEP
 EXPERT_ITEMS = 8  # parts of a product with experts that each thread takes, about
 # For matrix units. They multiply SIDES rows, of SIDES words each, at once. For up to ROWS_AT_ONCE rows of x, weights
 # that are stored in rows are read from memory once. For more, a thread turns a piece of them into lines, which its

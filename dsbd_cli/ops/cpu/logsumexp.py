@@ -1,7 +1,7 @@
 """A CPU kernel for sums over the vocabulary: the log of the sum of exp of each row of logits, which is read once.
 Without it torch's exp takes most of the time of a log-softmax (benchmarks/LOG.md).
 
-The kernel itself is in kernels/logsumexp.py; numba, which compiles it, is imported when the kernel is first needed.
+The kernel itself is in kernels/candidates.py; numba, which compiles it, is imported when the kernel is first needed.
 """
 
 from __future__ import annotations
@@ -48,5 +48,5 @@ def log_total(values: Tensor, highest: Tensor) -> Tensor:
 @functools.cache
 def compiled() -> CpuKernel:
     """Return the kernel, made at the first call."""
-    (kernel,) = kernels("logsumexp", "totals")
+    (kernel,) = kernels("candidates", "totals")
     return kernel

@@ -177,10 +177,10 @@ class GroupwiseWeight(QuantizedWeight):
             levels = levels[:, order]
         scales = self._scales.float()
         offsets = -scales * self._zeros.float()
-        return FourBit(_words(levels), scales[:, group_of], offsets[:, group_of], order=order)
+        return FourBit(words_of(levels), scales[:, group_of], offsets[:, group_of], order=order)
 
 
-def _words(levels: Tensor) -> Tensor:
+def words_of(levels: Tensor) -> Tensor:
     """Return levels [o, i] uint8 as words of FourBit."""
     halves = levels.view(len(levels), -1, 2, 4)
     return (halves[:, :, 0] | halves[:, :, 1] << 4).view(torch.int32).squeeze(-1)

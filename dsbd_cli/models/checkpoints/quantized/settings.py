@@ -8,7 +8,7 @@ from typing import Any
 
 from dsbd_cli.errors import shorten
 
-GPTQ, AWQ, COMPRESSED = "gptq", "awq", "compressed-tensors"
+GPTQ, AWQ, COMPRESSED, MXFP4 = "gptq", "awq", "compressed-tensors", "mxfp4"
 INSTEAD = "take its GPTQ, AWQ, compressed-tensors or GGUF form, or its plain weights"
 WHOLE = -1  # the size of a group that holds all inputs
 MOST_GROUP = 1 << 24  # inputs
@@ -26,7 +26,7 @@ class Quantization:
     """Settings by which a checkpoint was quantised.
 
     Attributes:
-        method: gptq, awq or compressed-tensors.
+        method: gptq, awq, compressed-tensors or mxfp4.
         form: the layout of its tensors: gptq or gptq_v2; gemm or gemv; pack-quantized, int-quantized, float-quantized
             or naive-quantized.
         bits: of a level.
@@ -237,8 +237,13 @@ def _scheme(group: Mapping[str, Any], settings: Mapping[str, Any]) -> Quantizati
     )
 
 
+def _mxfp4(settings: Mapping[str, Any]) -> Quantization:
+    return Quantization(MXFP4, MXFP4, 4, 32)
+
+
 _READERS: dict[str | None, Callable[[Mapping[str, Any]], Quantization]] = {
     GPTQ: _gptq,
     AWQ: _awq,
     COMPRESSED: _compressed,
+    MXFP4: _mxfp4,
 }

@@ -16,6 +16,7 @@ from torch import Tensor
 from dsbd_cli.errors import ModelError, UnsupportedModelError
 from dsbd_cli.models.checkpoints.checkpoint import quiet
 from dsbd_cli.models.checkpoints.quantized.groupwise import WeightTensors
+from dsbd_cli.models.checkpoints.quantized.mxfp4 import Mxfp4Weight
 from dsbd_cli.models.checkpoints.stock import attention_of, check_report
 from dsbd_cli.ops.quantized_weight import QuantizedWeight
 
@@ -39,7 +40,13 @@ def plain_state(tensors: WeightTensors, dtype: torch.dtype, layers: int, vocabul
         if isinstance(weight, QuantizedWeight):
             weight.check()
         plain = (
-            weight.dequantize(rows) if isinstance(weight, QuantizedWeight) else weight[rows] if weight.ndim else weight
+            weight.stacked()
+            if isinstance(weight, Mxfp4Weight)
+            else weight.dequantize(rows)
+            if isinstance(weight, QuantizedWeight)
+            else weight[rows]
+            if weight.ndim
+            else weight
         )
         state[name] = plain.to(dtype) if plain.is_floating_point() else plain
     return state
