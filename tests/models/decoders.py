@@ -37,6 +37,10 @@ LONGROPE = {
     "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0 + 0.1 * i for i in range(16)],
     "long_factor": [2.0 + 0.1 * i for i in range(16)], "original_max_position_embeddings": 256, "factor": 2.0,
 }  # fmt: skip
+GRANITE4: dict[str, Any] = {
+    **WITHOUT_DIM, "num_local_experts": 0, "layer_types": ["full_attention"] * 3, "shared_intermediate_size": 96,
+    "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.25, "logits_scaling": 2.0,
+}  # fmt: skip
 
 # name -> (config class, settings)
 DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -104,6 +108,44 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
         {**BASE, "sliding_window": None, "layer_types": ["full_attention"] * 3, "tie_word_embeddings": True},
     ),
     "seed-oss": ("SeedOssConfig", BASE),
+    "ministral3": ("Ministral3Config", {**BASE, "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.5}}),
+    "ministral3 growing": (
+        "Ministral3Config",
+        {
+            **BASE,
+            "rope_parameters": {**YARN, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.5},
+        },
+    ),
+    "internlm3": ("InternLM3Config", {**BASE, "hidden_size": 128, "attention_bias": True, "mlp_bias": True}),
+    "iquestcoder": ("IQuestCoderConfig", {**BASE, "hidden_size": 128}),
+    "cwm": ("CwmConfig", {**BASE, "sliding_window": 4, "layer_types": KINDS, "rope_parameters": LLAMA3}),
+    "vaultgemma": (
+        "VaultGemmaConfig",
+        {
+            **BASE,
+            "sliding_window": 4,
+            "layer_types": KINDS,
+            "query_pre_attn_scalar": 16,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "granite 4": ("GraniteMoeHybridConfig", {**GRANITE4, "position_embedding_type": "rope"}),
+    "granite 4 without rotation": ("GraniteMoeHybridConfig", GRANITE4),
+    "hyperclovax": (
+        "HyperCLOVAXConfig",
+        {**BASE, "attention_multiplier": 0.25, "residual_multiplier": 0.5, "logits_scaling": 0.5},
+    ),
+    "hyperclovax without post-norms": ("HyperCLOVAXConfig", {**WITHOUT_DIM, "use_post_norm": False}),
+    "helium": ("HeliumConfig", {**BASE, "hidden_size": 128}),
+    "ernie4.5": ("Ernie4_5Config", {**BASE, "use_bias": True}),
+    "glm": ("GlmConfig", {**BASE, "attention_bias": True}),
+    "glm4": ("Glm4Config", {**BASE, "attention_bias": True}),
+    "hunyuan": ("HunYuanDenseV1Config", BASE),
+    "hunyuan alpha": (
+        "HunYuanDenseV1Config",
+        {**BASE, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 100.0, "factor": 1.0}},
+    ),
 }
 
 

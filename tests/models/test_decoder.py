@@ -61,7 +61,7 @@ from tests.models.decoders import DECODERS, V, build_decoder, first_layers, save
 ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="forwards of these tests run on the CPU")
 KERNELS = pytest.mark.skipif(not serves("norm"), reason="kernels of numba do not run here")
 NARROW_HEADS = "llama small head"  # kernels take half heads of 16
-FLOAT_ANGLES = ("olmo2", "olmo3")  # in bfloat16 their angles stay float32
+FLOAT_ANGLES = ("olmo2", "olmo3", "helium", "ernie4.5")  # in bfloat16 their angles stay float32
 
 
 def spec_for(folder: Path, role: Any = "target", dtype: str = "float32", **more: Any) -> ModelSpec:

@@ -7,7 +7,7 @@ named (weights.py).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -54,10 +54,15 @@ class DecoderConfig:
         qkv_bias, out_bias, mlp_bias: which products have a bias.
         head_norms: queries and keys are normalised head by head. norms_over_all_heads: over all heads together.
         pre_norms, post_norms: norms before and after attention and MLP.
-        tied: the head is the embedding table. fused: one tensor holds queries, keys and values, another gate and up.
+        query_weights: the weights of head norms act after the rotation.
+        tied: the head is the embedding table. fused_qkv: one tensor holds queries, keys and values. fused_gate_up: one
+            tensor holds gate and up.
+        interleaved: rotation pairs neighbours of a head, not its halves.
+        names: names of tensors of a layer that differ from `LAYER_NAMES` (weights.py), by the keys of that table.
         windows: per layer, the width of its sliding window in positions; None without one.
         rotaries: kinds of rotary positions. rotary: per layer, the index of its kind.
         scale: factor of attention scores. softcap, logit_softcap: caps of attention scores and of logits; None without.
+        query_growth: (beta, length): queries at position p are multiplied by 1 + beta * log(1 + floor(p / length)).
         embedding_scale, residual_scale, logit_scale: factors; 1 without. Logits are divided by the last one.
         positions: number of positions that the model was made for; None where it is unbounded.
         wide_rotary: angles and norms stay float32 where the rest is bfloat16, which our kernels do not do.
@@ -82,11 +87,16 @@ class DecoderConfig:
     out_bias: bool = False
     mlp_bias: bool = False
     head_norms: bool = False
+    query_weights: bool = False
     norms_over_all_heads: bool = False
     pre_norms: bool = True
     post_norms: bool = False
     tied: bool = False
-    fused: bool = False
+    fused_qkv: bool = False
+    fused_gate_up: bool = False
+    interleaved: bool = False
+    names: Mapping[str, str] = field(default_factory=dict)
+    query_growth: tuple[float, int] | None = None
     softcap: float | None = None
     logit_softcap: float | None = None
     embedding_scale: float = 1.0
@@ -101,7 +111,9 @@ class DecoderConfig:
             Rotary(**{**rotary, "frequencies": None if rotary["frequencies"] is None else tuple(rotary["frequencies"])})
             for rotary in fields_of_config["rotaries"]
         ]
-        lists = {name: tuple(fields_of_config[name]) for name in ("windows", "rotary")}
+        lists: dict[str, Any] = {name: tuple(fields_of_config[name]) for name in ("windows", "rotary")}
+        if fields_of_config["query_growth"] is not None:
+            lists["query_growth"] = tuple(fields_of_config["query_growth"])
         return cls(**{**fields_of_config, **lists, "rotaries": tuple(rotaries)})
 
     @property

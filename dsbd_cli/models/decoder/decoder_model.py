@@ -8,6 +8,7 @@ Letters: R rows, n nodes, S active slots, T suffix slots, H hidden width, E head
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
@@ -63,6 +64,8 @@ class _LayerProgram:
         for home, angles in zip(self.inputs.angles, inputs.angles, strict=True):
             home[0].copy_(angles[0])
             home[1].copy_(angles[1])
+        if self.inputs.query_growth is not None and inputs.query_growth is not None:
+            self.inputs.query_growth.copy_(inputs.query_growth)
         self.inputs.attention.load(inputs.attention)
 
 
@@ -94,6 +97,7 @@ class DecoderForestModel(BaseForestModel):
         self._pads_forwards = decoder.ops.program is None  # kernels of the CPU compute each row by itself
         self._dtype, self._width = weights.dtype, sum(weights.lm_head.parts)
         self._angles: list[tuple[Tensor, Tensor]] = []
+        self._growth = torch.empty(0)  # factors of queries, see `query_growth` of the config, by position // length
         self._built_programs = 0
         self._programs: dict[Hashable, _LayerProgram] = {}
         self._programs_of = self.generation
@@ -222,7 +226,7 @@ class DecoderForestModel(BaseForestModel):
         angles = self._angles_at(places.expand(count, -1))
         slots = torch.arange(count * length, device=self._device)
         attention = LayerViews(views, self._kinds, self._scoring, lambda _: (planes[0], planes[1]))
-        inputs = LayerInputs(slots, angles, attention)
+        inputs = LayerInputs(slots, angles, attention, self._growth_at(places.expand(count, -1)))
         residual, branch, _ = decoder.layers(decoder.embed(tokens.to(self._device)), inputs)
         last, _ = decoder.finish(residual, branch)
         return self._fitted(decoder.logits(decoder.lm_head(last), last))
@@ -236,7 +240,8 @@ class DecoderForestModel(BaseForestModel):
         hidden = decoder.embed(self._ids_in_table(batch))
         write = self._cache.under_way
         assert write is not None
-        inputs = LayerInputs(write.flat, self._angles_at(batch.positions), self._attention(batch, "prefix"))
+        angles, growth = self._angles_at(batch.positions), self._growth_at(batch.positions)
+        inputs = LayerInputs(write.flat, angles, self._attention(batch, "prefix"), growth)
         results = self._results(batch, hidden, inputs, logits)
         if self._tap is not None:
             self._store_hidden_states([results.hidden_states[number] for number in self._tap.layers] or [results.last])
@@ -250,7 +255,7 @@ class DecoderForestModel(BaseForestModel):
         if self._programs_of != self.generation:
             self.forget_programs()
         ends = logits and self.decoder.weights.lm_head.compiled  # a program would keep a copy of what torch computes
-        key = (torch.get_num_threads(), hidden.shape, ends, views)
+        key = (torch.get_num_threads(), hidden.shape, ends, views, inputs.query_growth is not None)
         made = self._programs.pop(key, None)
         if made is None:
             while len(self._programs) >= MOST_PROGRAMS:
@@ -279,6 +284,7 @@ class DecoderForestModel(BaseForestModel):
                 inputs.slots.clone(),
                 [(cos.clone(), sin.clone()) for cos, sin in inputs.angles],
                 inputs.attention.copy(),
+                None if inputs.query_growth is None else inputs.query_growth.clone(),
             )
             first = hidden.clone()
             program, results = self._arena.record(self.ops.program, lambda: self._computed(first, places, logits))
@@ -301,6 +307,17 @@ class DecoderForestModel(BaseForestModel):
             (nn.functional.embedding(positions, cos), nn.functional.embedding(positions, sin))
             for cos, sin in self._angles
         ]
+
+    def _growth_at(self, positions: Tensor) -> Tensor | None:
+        """Return the factors [R, n] of queries at positions [R, n]; None where all positions have the factor 1."""
+        growth, most = self.decoder.config.query_growth, max(self._cache.slots, positions.shape[1])
+        if growth is None or most <= growth[1]:
+            return None
+        beta, length = growth
+        if len(self._growth) * length < most:
+            factors = [1 + beta * math.log(1 + step) for step in range(-(-most // length))]
+            self._growth = torch.tensor(factors, dtype=self._dtype, device=self._device)
+        return self._growth[positions // length]
 
     def _attention(self, batch: ForestInput, reading: Reading) -> LayerViews:
         """Return what the nodes see, one view for each kind of window. reading: of a prompt."""

@@ -32,6 +32,9 @@ KNOWN = frozenset(
     sliding_window_pattern tie_word_embeddings task_specific_params tokenizer_class torch_dtype transformers_version
     unsloth_fixed unsloth_version use_bidirectional_attention use_cache use_sliding_window vocab_size
     attention_out_bias residual_dropout cache_implementation
+    eod_token_id num_local_experts position_embedding_type shared_intermediate_size use_bias use_post_norm
+    mamba_chunk_size mamba_conv_bias mamba_d_conv mamba_d_head mamba_d_state mamba_expand mamba_n_groups mamba_n_heads
+    mamba_proj_bias num_experts_per_tok router_aux_loss_coef time_step_limit
     """.split()
 )
 
@@ -105,14 +108,15 @@ def _common(config: Any) -> dict[str, Any]:
 
 def _rotary(config: Any, parameters: Mapping[str, Any], dim: int, kind: str | None) -> Rotary:
     """Read the rotary parameters of one kind of layer. kind: its name; None where all layers are alike."""
-    way = parameters.get("rope_type", "default")
+    way, theta = parameters.get("rope_type", "default"), parameters.get("rope_theta")
+    if way == "dynamic" and config.model_type.startswith("hunyuan") and (alpha := parameters.get("alpha")):
+        way, theta = "default", theta * alpha ** (dim / (dim - 2))
     if way not in ROTARY_TYPES:
         raise _UnknownError(f"its rotary positions are {way}, which is not known here")
     rotated = int(dim * (parameters.get("partial_rotary_factor") or 1.0))
     if rotated % 2 or (rotated != dim and dim % 2) or not 0 < rotated <= dim:
         raise _UnknownError(f"it rotates {rotated} of {dim} numbers of a head")
     if way == "default":
-        theta = parameters.get("rope_theta")
         if theta is None:
             raise _UnknownError("its rotary base is missing")
         inverse = 1.0 / (theta ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated))
@@ -198,8 +202,13 @@ def _gemma3(config: Any) -> dict[str, Any]:
     return {**_gemma2(config), "head_norms": True}
 
 
+def _vaultgemma(config: Any) -> dict[str, Any]:
+    """Return the settings of VaultGemma, a Gemma 2 without the norms behind attention and MLP."""
+    return {**_gemma2(config), "post_norms": False, "names": {"mlp_norm": "pre_feedforward_layernorm"}}
+
+
 def _phi3(config: Any) -> dict[str, Any]:
-    return {"fused": True}
+    return {"fused_qkv": True, "fused_gate_up": True}
 
 
 def _granite(config: Any) -> dict[str, Any]:
@@ -210,6 +219,86 @@ def _granite(config: Any) -> dict[str, Any]:
         "residual_scale": config.residual_multiplier,
         "logit_scale": config.logits_scaling,
     }
+
+
+def _granitemoehybrid(config: Any) -> dict[str, Any]:
+    """Return the settings of Granite 4 without experts and Mamba layers. Its MLP is the shared expert."""
+    if config.num_local_experts:
+        raise _UnknownError(f"it has {config.num_local_experts} experts in each layer")
+    rotates = config.position_embedding_type == "rope"
+    return {
+        **_granite(config),
+        **_rotating(config, [rotates] * config.num_hidden_layers),
+        "mlp_bias": False,
+        "inner": config.shared_intermediate_size,
+        "fused_gate_up": True,
+        "names": {"gate_up": "shared_mlp.input_linear", "down": "shared_mlp.output_linear"},
+    }
+
+
+def _hyperclovax(config: Any) -> dict[str, Any]:
+    """Return the settings of HyperCLOVA X, a Granite whose logits are multiplied, in place of divided."""
+    names = {"mlp_norm": "post_attention_layernorm", "attention_norm": "post_norm1", "output_norm": "post_norm2"}
+    return {
+        **_granite(config),
+        "logit_scale": 1 / config.logits_scaling,
+        "post_norms": config.use_post_norm,
+        "names": names,
+    }
+
+
+def _helium(config: Any) -> dict[str, Any]:
+    return {**_llama(config), "out_bias": False, "interleaved": True, "wide_rotary": True}
+
+
+def _ernie4_5(config: Any) -> dict[str, Any]:
+    bias = bool(config.use_bias)
+    return {
+        "qkv_bias": bias,
+        "out_bias": bias,
+        "mlp_bias": bias,
+        "interleaved": True,
+        "wide_rotary": True,
+        "windows": _no_windows(config),
+    }
+
+
+def _glm(config: Any) -> dict[str, Any]:
+    return {
+        "qkv_bias": bool(config.attention_bias),
+        "interleaved": True,
+        "fused_gate_up": True,
+        "windows": _no_windows(config),
+    }
+
+
+def _glm4(config: Any) -> dict[str, Any]:
+    names = {
+        "mlp_norm": "post_attention_layernorm",
+        "attention_norm": "post_self_attn_layernorm",
+        "output_norm": "post_mlp_layernorm",
+    }
+    return {**_glm(config), "post_norms": True, "names": names}
+
+
+def _ministral3(config: Any) -> dict[str, Any]:
+    rope = config.rope_parameters
+    return {"query_growth": (rope["llama_4_scaling_beta"], rope["original_max_position_embeddings"])}
+
+
+def _hunyuan(config: Any) -> dict[str, Any]:
+    """Return the settings of HunYuan, whose queries and keys go through their norms after the rotation."""
+    return {
+        **_attention_bias(config),
+        "head_norms": True,
+        "query_weights": True,
+        "names": {"q_norm": "self_attn.query_layernorm", "k_norm": "self_attn.key_layernorm"},
+        "windows": _no_windows(config),
+    }
+
+
+def _cwm(config: Any) -> dict[str, Any]:
+    return {"mlp_bias": bool(config.mlp_bias)}
 
 
 def _olmo2(config: Any) -> dict[str, Any]:
@@ -259,4 +348,16 @@ FAMILIES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "olmo3": _olmo2,
     "exaone4": _exaone4,
     "seed_oss": _seed_oss,
+    "ministral3": _ministral3,
+    "internlm3": _llama,
+    "iquestcoder": _llama,
+    "cwm": _cwm,
+    "vaultgemma": _vaultgemma,
+    "granitemoehybrid": _granitemoehybrid,
+    "hyperclovax": _hyperclovax,
+    "helium": _helium,
+    "ernie4_5": _ernie4_5,
+    "glm": _glm,
+    "glm4": _glm4,
+    "hunyuan_v1_dense": _hunyuan,
 }
