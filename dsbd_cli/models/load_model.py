@@ -35,6 +35,7 @@ from dsbd_cli.models.checkpoints.loader import (
 from dsbd_cli.models.checkpoints.quantized.stock_part import part_config, stock_part
 from dsbd_cli.models.checkpoints.registry import parts_of
 from dsbd_cli.models.checkpoints.stock import check_numbers
+from dsbd_cli.models.checkpoints.text_part import text_tensors
 from dsbd_cli.models.decoder.config import DecoderConfig
 from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
 from dsbd_cli.models.decoder.load import (
@@ -262,6 +263,7 @@ class _DecoderLoad:
         lm_head = read_trimmed_lm_head(checkpoint.path) if checkpoint.path.is_dir() else None
         if lm_head is not None and checkpoint.spec.role == "target":
             raise trimmed_target(checkpoint.spec)
+        tensors = text_tensors(tensors)
         settings = replace(of.settings, generation=generation)
         return DecoderParts(checkpoint.spec.source, decoder_config, tensors, dtype, self._device, settings, lm_head)
 

@@ -47,7 +47,7 @@ class CheckpointSettings:
     def of(cls, config: Any, generation: Mapping[str, Any]) -> CheckpointSettings:
         """Read a transformers config."""
         named = getattr(config, "architectures", None) or [config.model_type]
-        return cls(str(named[0]), getattr(config, "eos_token_id", None), generation)
+        return cls(str(named[0]), getattr(config.get_text_config(decoder=True), "eos_token_id", None), generation)
 
     @property
     def generation_config(self) -> Any:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,7 +46,12 @@ class _UnknownError(Exception):
 
 def decoder_config_of(config: Any) -> DecoderConfig | str:
     """Return the DecoderConfig of a transformers (text) config, or the reason why there is none."""
-    family = config.model_type
+    family, text = config.model_type, config.get_text_config(decoder=True)
+    if family not in FAMILIES and text is not config and not getattr(config, "is_encoder_decoder", False):
+        decoder_config = decoder_config_of(text)
+        if isinstance(decoder_config, str):
+            return f"{family} is no standard decoder that is known here: {decoder_config}"
+        return replace(decoder_config, tied=bool(getattr(config, "tie_word_embeddings", decoder_config.tied)))
     if family not in FAMILIES:
         return f"{family} is no standard decoder that is known here"
     # a key that transformers' class does not declare changes nothing there
@@ -102,7 +108,7 @@ def _common(config: Any) -> dict[str, Any]:
         "scale": dim**-0.5,
         "positions": positions_of(config),
         "gelu": ACTIVATIONS[activation],
-        "tied": bool(config.tie_word_embeddings),
+        "tied": bool(getattr(config, "tie_word_embeddings", False)),
     }
 
 
@@ -265,7 +271,7 @@ def _ernie4_5(config: Any) -> dict[str, Any]:
 
 def _glm(config: Any) -> dict[str, Any]:
     return {
-        "qkv_bias": bool(config.attention_bias),
+        "qkv_bias": bool(getattr(config, "attention_bias", False)),
         "interleaved": True,
         "fused_gate_up": True,
         "windows": _no_windows(config),
@@ -279,6 +285,14 @@ def _glm4(config: Any) -> dict[str, Any]:
         "output_norm": "post_mlp_layernorm",
     }
     return {**_glm(config), "post_norms": True, "names": names}
+
+
+def _glm4v(config: Any) -> dict[str, Any]:
+    return {**_glm4(config), "qkv_bias": config.model_type == "glm4v_text"}
+
+
+def _paddleocr(config: Any) -> dict[str, Any]:
+    return {**_ernie4_5(config), "interleaved": False, "wide_rotary": False}
 
 
 def _ministral3(config: Any) -> dict[str, Any]:
@@ -360,4 +374,15 @@ FAMILIES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "glm": _glm,
     "glm4": _glm4,
     "hunyuan_v1_dense": _hunyuan,
+    # Text parts of models that also read images or sound. The positions of their axes are all alike in a text.
+    "emu3_text_model": _llama,
+    "glm4v_text": _glm4v,
+    "glm_ocr_text": _glm4v,
+    "granite4_vision_text": _granite,
+    "granite_docling_text": _granite,
+    "paddleocr_vl_text": _paddleocr,
+    "qwen2_vl_text": _qwen2,
+    "qwen2_5_vl_text": _qwen2,
+    "qwen2_5_omni_text": _qwen2,
+    "qwen3_vl_text": _qwen3,
 }
