@@ -408,10 +408,12 @@ class _DecoderLoad:
 
 @dataclass(frozen=True, slots=True)
 class UnloadedModel:
-    """Facts about a model that its small files tell. vocab_size: V. max_positions: None where there is no limit."""
+    """Facts about a model that its small files tell. vocab_size: V. max_positions: None where there is no limit.
+    switch_position: see SwitchingModel."""
 
     vocab_size: int
     max_positions: int | None
+    switch_position: int | None
     token_rules: TokenRules
 
 
@@ -426,8 +428,7 @@ def read_small_files(checkpoint: Checkpoint) -> tuple[UnloadedModel, AheadCodec]
         description = _recalled(kept)
         if (tokenizer := stored(kept["tokenizer"], lambda: checkpoint.tokenizer)) is not None:
             settings, decoder = replace(description.settings, generation=generation), description.decoder_config
-            facts = UnloadedModel(decoder.vocabulary, decoder.positions, checkpoint_rules(settings))
-            return facts, AheadCodec(tokenizer, checkpoint.end_tokens(settings, tokenizer))
+            return _unloaded(decoder, settings), AheadCodec(tokenizer, checkpoint.end_tokens(settings, tokenizer))
     config, tokenizer = checkpoint.config, checkpoint.tokenizer
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(
@@ -436,8 +437,17 @@ def read_small_files(checkpoint: Checkpoint) -> tuple[UnloadedModel, AheadCodec]
         )
     text = config.get_text_config(decoder=True)
     settings = CheckpointSettings.of(config, generation)
-    facts = UnloadedModel(text.vocab_size, positions_of(text), checkpoint_rules(settings))
-    return facts, AheadCodec(tokenizer, checkpoint.end_tokens(settings, tokenizer))
+    codec, decoder_config = (
+        AheadCodec(tokenizer, checkpoint.end_tokens(settings, tokenizer)),
+        decoder_config_or_reason(checkpoint),
+    )
+    if isinstance(decoder_config, DecoderConfig):
+        return _unloaded(decoder_config, settings), codec
+    return UnloadedModel(text.vocab_size, positions_of(text), None, checkpoint_rules(settings)), codec
+
+
+def _unloaded(config: DecoderConfig, settings: CheckpointSettings) -> UnloadedModel:
+    return UnloadedModel(config.vocabulary, config.positions, config.switch_position, checkpoint_rules(settings))
 
 
 def _plain_tensors(tensors: Tensors) -> Iterator[tuple[str, Tensor]]:

@@ -116,7 +116,8 @@ def test_every_family_is_transformers(name: str, loaded: Loads) -> None:
     assert forest.invariant, forest.varies
     assert forest.copies_prefixes
     assert forest.architecture == type(theirs).__name__
-    assert forest.max_positions == (256 if name == "phi3 longrope" else 512)
+    assert forest.max_positions == 512
+    assert forest.switch_position == (256 if name == "phi3 longrope" else None)
     assert ("norm" in forest.ops.by("numba")) == (serves("norm") and name != NARROW_HEADS)
 
 

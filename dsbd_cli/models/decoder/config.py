@@ -22,11 +22,13 @@ class Rotary:
         frequencies: [rotated / 2] float32, angles per position. None: the layer does not rotate.
         scale: factor of sines and cosines.
         rotated: how many leading numbers of a head are rotated.
+        long: the frequencies of texts whose prompt is longer than `switch_position`; None: the same.
     """
 
     frequencies: tuple[float, ...] | None
     scale: float = 1.0
     rotated: int = 0
+    long: tuple[float, ...] | None = None
 
     def table(self, positions: int, dim: int) -> tuple[Tensor, Tensor]:
         """Return cosines and sines [positions, dim] float32 of both halves of a head. Numbers that are not rotated have
@@ -65,6 +67,7 @@ class DecoderConfig:
         query_growth: (beta, length): queries at position p are multiplied by 1 + beta * log(1 + floor(p / length)).
         embedding_scale, residual_scale, logit_scale: factors; 1 without. Logits are divided by the last one.
         positions: number of positions that the model was made for; None where it is unbounded.
+        switch_position: most tokens of a text with `frequencies` of a Rotary that also has `long`; None where none has.
         wide_rotary: angles and norms stay float32 where the rest is bfloat16, which our kernels do not do.
     """
 
@@ -81,6 +84,7 @@ class DecoderConfig:
     rotary: tuple[int, ...]
     scale: float
     positions: int | None
+    switch_position: int | None = None
     unit_offset: bool = False
     gelu: bool = False
     qkv_bias: bool = False
@@ -107,10 +111,12 @@ class DecoderConfig:
     @classmethod
     def from_json(cls, fields_of_config: Mapping[str, Any]) -> DecoderConfig:
         """Return the config whose `dataclasses.asdict` went through JSON. Raises TypeError for another version's."""
-        rotaries = [
-            Rotary(**{**rotary, "frequencies": None if rotary["frequencies"] is None else tuple(rotary["frequencies"])})
-            for rotary in fields_of_config["rotaries"]
-        ]
+        rotaries = []
+        for rotary in fields_of_config["rotaries"]:
+            own: dict[str, Any] = {
+                key: tuple(value) if isinstance(value, list) else value for key, value in rotary.items()
+            }
+            rotaries.append(Rotary(**own))
         lists: dict[str, Any] = {name: tuple(fields_of_config[name]) for name in ("windows", "rotary")}
         if fields_of_config["query_growth"] is not None:
             lists["query_growth"] = tuple(fields_of_config["query_growth"])

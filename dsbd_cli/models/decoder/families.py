@@ -92,6 +92,7 @@ def _common(config: Any) -> dict[str, Any]:
     window = getattr(config, "sliding_window", None)
     if getattr(config, "use_sliding_window", None) is False:
         window = None
+    switching = any(rotary.long is not None for rotary in rotaries)
     slides = [kinds is None or kinds[layer] == "sliding_attention" for layer in range(layers)]
     return {
         "hidden": config.hidden_size,
@@ -106,7 +107,8 @@ def _common(config: Any) -> dict[str, Any]:
         "rotaries": rotaries,
         "rotary": rotary,
         "scale": dim**-0.5,
-        "positions": positions_of(config),
+        "positions": positions_of(config, switching=switching),
+        "switch_position": positions_of(config) if switching else None,
         "gelu": ACTIVATIONS[activation],
         "tied": bool(getattr(config, "tie_word_embeddings", False)),
     }
@@ -131,7 +133,12 @@ def _rotary(config: Any, parameters: Mapping[str, Any], dim: int, kind: str | No
 
     more = {} if kind is None else {"layer_type": kind}
     frequencies, scale = ROPE_INIT_FUNCTIONS[way](config, torch.device("cpu"), **more)
-    return Rotary(tuple(frequencies.tolist()), float(scale), 2 * len(frequencies))
+    rotary = Rotary(tuple(frequencies.tolist()), float(scale), 2 * len(frequencies))
+    if way != "longrope":
+        return rotary
+    beyond = parameters["original_max_position_embeddings"] + 1
+    long, _ = ROPE_INIT_FUNCTIONS[way](config, torch.device("cpu"), seq_len=beyond, **more)
+    return rotary if torch.equal(long, frequencies) else replace(rotary, long=tuple(long.tolist()))
 
 
 # Families: the settings in which each differs from the common ones.
