@@ -232,6 +232,23 @@ class EncoderDecoderModel(ForestModel, Protocol):
 
 
 @runtime_checkable
+class SwitchingModel(ForestModel, Protocol):
+    """ForestModel that has other rotary frequencies in long texts (longrope). A text has those that its prompt asks for
+    from its first token to its last."""
+
+    @property
+    def switch_position(self) -> int | None:
+        """Most tokens of a text that does not have the frequencies of long ones. A longer prompt has them. None: all
+        texts have the same."""
+        ...
+
+    def begin_row(self, row: int, tokens: int) -> None:
+        """Choose the frequencies of a cache row for a prompt of so many tokens, before it is read. select_rows moves
+        the choice with its row."""
+        ...
+
+
+@runtime_checkable
 class DraftHeadModel(ForestModel, Protocol):
     """ForestModel of a draft head: it reads the hidden states that the target stores in its slots.
 

@@ -35,6 +35,7 @@ from dsbd_cli.models.checkpoints.loader import (
 from dsbd_cli.models.checkpoints.quantized.stock_part import part_config, stock_part
 from dsbd_cli.models.checkpoints.registry import parts_of
 from dsbd_cli.models.checkpoints.stock import check_numbers
+from dsbd_cli.models.checkpoints.text_part import text_tensors
 from dsbd_cli.models.decoder.config import DecoderConfig
 from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
 from dsbd_cli.models.decoder.load import (
@@ -262,6 +263,7 @@ class _DecoderLoad:
         lm_head = read_trimmed_lm_head(checkpoint.path) if checkpoint.path.is_dir() else None
         if lm_head is not None and checkpoint.spec.role == "target":
             raise trimmed_target(checkpoint.spec)
+        tensors = text_tensors(tensors)
         settings = replace(of.settings, generation=generation)
         return DecoderParts(checkpoint.spec.source, decoder_config, tensors, dtype, self._device, settings, lm_head)
 
@@ -406,10 +408,12 @@ class _DecoderLoad:
 
 @dataclass(frozen=True, slots=True)
 class UnloadedModel:
-    """Facts about a model that its small files tell. vocab_size: V. max_positions: None where there is no limit."""
+    """Facts about a model that its small files tell. vocab_size: V. max_positions: None where there is no limit.
+    switch_position: see SwitchingModel."""
 
     vocab_size: int
     max_positions: int | None
+    switch_position: int | None
     token_rules: TokenRules
 
 
@@ -424,8 +428,7 @@ def read_small_files(checkpoint: Checkpoint) -> tuple[UnloadedModel, AheadCodec]
         description = _recalled(kept)
         if (tokenizer := stored(kept["tokenizer"], lambda: checkpoint.tokenizer)) is not None:
             settings, decoder = replace(description.settings, generation=generation), description.decoder_config
-            facts = UnloadedModel(decoder.vocabulary, decoder.positions, checkpoint_rules(settings))
-            return facts, AheadCodec(tokenizer, checkpoint.end_tokens(settings, tokenizer))
+            return _unloaded(decoder, settings), AheadCodec(tokenizer, checkpoint.end_tokens(settings, tokenizer))
     config, tokenizer = checkpoint.config, checkpoint.tokenizer
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(
@@ -434,8 +437,17 @@ def read_small_files(checkpoint: Checkpoint) -> tuple[UnloadedModel, AheadCodec]
         )
     text = config.get_text_config(decoder=True)
     settings = CheckpointSettings.of(config, generation)
-    facts = UnloadedModel(text.vocab_size, positions_of(text), checkpoint_rules(settings))
-    return facts, AheadCodec(tokenizer, checkpoint.end_tokens(settings, tokenizer))
+    codec, decoder_config = (
+        AheadCodec(tokenizer, checkpoint.end_tokens(settings, tokenizer)),
+        decoder_config_or_reason(checkpoint),
+    )
+    if isinstance(decoder_config, DecoderConfig):
+        return _unloaded(decoder_config, settings), codec
+    return UnloadedModel(text.vocab_size, positions_of(text), None, checkpoint_rules(settings)), codec
+
+
+def _unloaded(config: DecoderConfig, settings: CheckpointSettings) -> UnloadedModel:
+    return UnloadedModel(config.vocabulary, config.positions, config.switch_position, checkpoint_rules(settings))
 
 
 def _plain_tensors(tensors: Tensors) -> Iterator[tuple[str, Tensor]]:

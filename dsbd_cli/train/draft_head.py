@@ -28,6 +28,7 @@ from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import ModelError, UnsupportedModelError, UsageError, one_line
 from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
 from dsbd_cli.models.checkpoints.loader import load_network
+from dsbd_cli.models.checkpoints.text_part import text_tensors
 from dsbd_cli.models.decoder.config import DecoderConfig
 from dsbd_cli.models.decoder.load import decoder_config_or_reason
 from dsbd_cli.models.decoder.weights import WeightReader
@@ -360,14 +361,13 @@ def _target(spec: ModelSpec) -> tuple[WeightReader, Any]:
     if isinstance(config_or_text, str):
         raise ModelError(f"target model {spec.source!r} is no standard decoder: {config_or_text}")
     if target.plain:
-        return WeightReader(config_or_text, target.tensors, torch.float32), config
+        return WeightReader(config_or_text, text_tensors(target.tensors), torch.float32), config
     model = load_network(target.like(device="cpu", device_map=None))
     state = model.state_dict()
     if not model.config.get_text_config(decoder=True).tie_word_embeddings:  # an adapter may bring a head
         config_or_text = replace(config_or_text, tied=False)
-    return WeightReader(
-        config_or_text, {name: partial(state.__getitem__, name) for name in state}, torch.float32
-    ), config
+    tensors = text_tensors({name: partial(state.__getitem__, name) for name in state})
+    return WeightReader(config_or_text, tensors, torch.float32), config
 
 
 def _ends(reader: WeightReader) -> tuple[Tensor, Tensor, Tensor]:

@@ -37,6 +37,10 @@ LONGROPE = {
     "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0 + 0.1 * i for i in range(16)],
     "long_factor": [2.0 + 0.1 * i for i in range(16)], "original_max_position_embeddings": 256, "factor": 2.0,
 }  # fmt: skip
+GRANITE4: dict[str, Any] = {
+    **WITHOUT_DIM, "num_local_experts": 0, "layer_types": ["full_attention"] * 3, "shared_intermediate_size": 96,
+    "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.25, "logits_scaling": 2.0,
+}  # fmt: skip
 
 # mixtures of experts: widths of whole blocks of outputs
 EXPERTS: dict[str, Any] = {
@@ -134,6 +138,53 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt oss": ("GptOssConfig", {**EXPERTS, "sliding_window": 4, "layer_types": KINDS, "swiglu_limit": 2.0}),
     "gpt oss without windows": ("GptOssConfig", {**EXPERTS, "layer_types": ["full_attention"] * 3}),
+    "ernie4.5 moe": (
+        "Ernie4_5_MoeConfig",
+        {**EXPERTS, "moe_num_experts": 8, "moe_k": 3, "moe_num_shared_experts": 2},
+    ),
+    "hunyuan moe": ("HunYuanMoEV1Config", {**EXPERTS, "intermediate_size": 32, "moe_topk": 3}),
+    "granite 4 moe": (
+        "GraniteMoeHybridConfig",
+        {**GRANITE4, "num_local_experts": 8, "num_experts_per_tok": 3, "position_embedding_type": "rope"},
+    ),
+    "ministral3": ("Ministral3Config", {**BASE, "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.5}}),
+    "ministral3 growing": (
+        "Ministral3Config",
+        {
+            **BASE,
+            "rope_parameters": {**YARN, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.5},
+        },
+    ),
+    "internlm3": ("InternLM3Config", {**BASE, "hidden_size": 128, "attention_bias": True, "mlp_bias": True}),
+    "iquestcoder": ("IQuestCoderConfig", {**BASE, "hidden_size": 128}),
+    "cwm": ("CwmConfig", {**BASE, "sliding_window": 4, "layer_types": KINDS, "rope_parameters": LLAMA3}),
+    "vaultgemma": (
+        "VaultGemmaConfig",
+        {
+            **BASE,
+            "sliding_window": 4,
+            "layer_types": KINDS,
+            "query_pre_attn_scalar": 16,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "granite 4": ("GraniteMoeHybridConfig", {**GRANITE4, "position_embedding_type": "rope"}),
+    "granite 4 without rotation": ("GraniteMoeHybridConfig", GRANITE4),
+    "hyperclovax": (
+        "HyperCLOVAXConfig",
+        {**BASE, "attention_multiplier": 0.25, "residual_multiplier": 0.5, "logits_scaling": 0.5},
+    ),
+    "hyperclovax without post-norms": ("HyperCLOVAXConfig", {**WITHOUT_DIM, "use_post_norm": False}),
+    "helium": ("HeliumConfig", {**BASE, "hidden_size": 128}),
+    "ernie4.5": ("Ernie4_5Config", {**BASE, "use_bias": True}),
+    "glm": ("GlmConfig", {**BASE, "attention_bias": True}),
+    "glm4": ("Glm4Config", {**BASE, "attention_bias": True}),
+    "hunyuan": ("HunYuanDenseV1Config", BASE),
+    "hunyuan alpha": (
+        "HunYuanDenseV1Config",
+        {**BASE, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 100.0, "factor": 1.0}},
+    ),
 }
 
 

@@ -61,7 +61,14 @@ from tests.models.decoders import DECODERS, V, build_decoder, first_layers, save
 ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="forwards of these tests run on the CPU")
 KERNELS = pytest.mark.skipif(not serves("norm"), reason="kernels of numba do not run here")
 NARROW_HEADS = "llama small head"  # kernels take half heads of 16
-FLOAT_ANGLES = ("olmo2", "olmo3", "flex olmo")  # in bfloat16 their angles stay float32
+FLOAT_ANGLES = (
+    "olmo2",
+    "olmo3",
+    "flex olmo",
+    "helium",
+    "ernie4.5",
+    "ernie4.5 moe",
+)  # in bfloat16 their angles stay float32
 
 
 def spec_for(folder: Path, role: Any = "target", dtype: str = "float32", **more: Any) -> ModelSpec:
@@ -116,7 +123,8 @@ def test_every_family_is_transformers(name: str, loaded: Loads) -> None:
     assert forest.invariant, forest.varies
     assert forest.copies_prefixes
     assert forest.architecture == type(theirs).__name__
-    assert forest.max_positions == (256 if name == "phi3 longrope" else 512)
+    assert forest.max_positions == 512
+    assert forest.switch_position == (256 if name == "phi3 longrope" else None)
     assert ("norm" in forest.ops.by("numba")) == (serves("norm") and name != NARROW_HEADS)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from dsbd_cli.engine.cache.prefill import prefill
 from dsbd_cli.engine.cache.prefix_index import PrefixIndex
 from dsbd_cli.engine.planning.memory_limit import free_bytes
-from dsbd_cli.engine.protocols import DraftHeadModel, EncoderDecoderModel, ForestInput, ForestModel
+from dsbd_cli.engine.protocols import DraftHeadModel, EncoderDecoderModel, ForestInput, ForestModel, SwitchingModel
 
 CPU = torch.device("cpu")
 ROOM = 0.9  # share of the processor's free memory that caches may take
@@ -53,6 +53,11 @@ class Caches:
         self.models = [target] if draft is None else [target, draft]
         # found once, because isinstance with a protocol reads every property
         self._readers = [model for model in self.models if isinstance(model, EncoderDecoderModel)]
+        self._switching = {
+            number: model.switch_position
+            for number, model in enumerate(self.models)
+            if isinstance(model, SwitchingModel) and model.switch_position is not None
+        }
         self.draft_guesses = isinstance(draft, DraftHeadModel)
         assert not isinstance(draft, DraftHeadModel) or draft.target is target, (
             "a head reads the states of its own target"
@@ -69,7 +74,7 @@ class Caches:
         """Begin a run in which no row holds a prompt yet, because the weights may have been trained since the last run.
         share: a beginning that prompts of the run have in common is read once and copied."""
         shared = [index for index, model in enumerate(self.models) if share and model.copies_prefixes]
-        self._indexes = {index: PrefixIndex() for index in shared}
+        self._indexes = {index: PrefixIndex(self._switching.get(index)) for index in shared}
 
     def _forget_prompts(self) -> None:
         for index in self._indexes.values():
@@ -224,6 +229,9 @@ class Caches:
 
     def _prefill(self, number: int, prompts: Mapping[int, Sequence[int]], *, apart: bool) -> dict[int, int]:
         model, index, trash = self.models[number], self._indexes.get(number), self.slots - 1
+        if number in self._switching and isinstance(model, SwitchingModel):
+            for row, prompt in prompts.items():
+                model.begin_row(row, len(prompt))
         if index is None:
             # while it rested, its states advanced with the common prefix, over a prompt that it had not read
             for row in prompts if number and self.draft_rests else ():

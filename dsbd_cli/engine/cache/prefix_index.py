@@ -14,6 +14,8 @@ from dsbd_cli.engine.core.slots import PREFIX_STEP
 
 Block = tuple[int, ...]
 
+LONG = -1  # no token
+
 
 @dataclass(frozen=True, slots=True)
 class PrefixCopy:
@@ -36,7 +38,9 @@ class _BlockNode:
 class PrefixIndex:
     """A tree of blocks over the prompts in the rows of a cache."""
 
-    def __init__(self) -> None:
+    def __init__(self, switch_position: int | None = None) -> None:
+        """switch_position: see SwitchingModel. Longer prompts share nothing with others; None: all share."""
+        self._switch_position = switch_position
         self._root = _BlockNode()
         self._held: dict[int, list[Block]] = {}
 
@@ -44,9 +48,17 @@ class PrefixIndex:
         """Forget the prompts of all rows."""
         self._root, self._held = _BlockNode(), {}
 
+    def _blocks(self, prompt: Sequence[int]) -> list[Block]:
+        """Return the whole blocks of a prompt without its last token. Those of long prompts begin with a mark."""
+        ends = range(PREFIX_STEP, len(prompt), PREFIX_STEP)
+        blocks = [tuple(prompt[end - PREFIX_STEP : end]) for end in ends]
+        if blocks and self._switch_position is not None and len(prompt) > self._switch_position:
+            blocks[0] = (LONG, *blocks[0])
+        return blocks
+
     def put(self, row: int, prompt: Sequence[int], wave: int = 0) -> None:
         """Store that the row holds this prompt without its last token, and nothing else."""
-        self._put(row, _blocks(prompt), wave)
+        self._put(row, self._blocks(prompt), wave)
 
     def _put(self, row: int, blocks: list[Block], wave: int) -> None:
         self.drop(row)
@@ -94,10 +106,10 @@ class PrefixIndex:
         """Return how the prompts of new rows are read, in waves: for each row what it copies. A row of the first wave
         copies from a row that holds an earlier prompt. A row of a later wave copies from a row that was read in an
         earlier wave. All copies of a wave are made before any of its rows is written."""
-        new = PrefixIndex()
+        new = PrefixIndex(self._switch_position)
         waves: list[dict[int, PrefixCopy]] = []
         for row, prompt in prompts.items():
-            blocks = _blocks(prompt)
+            blocks = self._blocks(prompt)
             held_blocks, held_node = self._longest(blocks)
             new_blocks, new_node = new._longest(blocks)
             wave, copy = 0, PrefixCopy(row)
@@ -111,9 +123,3 @@ class PrefixIndex:
             waves.extend({} for _ in range(wave + 1 - len(waves)))
             waves[wave][row] = copy
         return waves
-
-
-def _blocks(prompt: Sequence[int]) -> list[Block]:
-    """Return the whole blocks of a prompt without its last token."""
-    ends = range(PREFIX_STEP, len(prompt), PREFIX_STEP)
-    return [tuple(prompt[end - PREFIX_STEP : end]) for end in ends]

@@ -74,6 +74,7 @@ class Encoder:
         self.sized = codec if isinstance(codec, SizedCodec) else None
         roles = ((target, "target"), (draft, "draft"))
         self.readers = [(model, role) for model, role in roles if isinstance(model, EncoderDecoderModel)]
+        self._switch_position: int | None = getattr(target, "switch_position", None)  # of a SwitchingModel
 
     def tell(self, line: str) -> None:
         """Tell the user a line, once."""
@@ -440,19 +441,29 @@ class Encoder:
     def _fit(self, ids: list[int], new: int, truncate: int | None) -> tuple[list[int], int]:
         """Return the prompt, cut to the models' positions and to `truncate` tokens, and how many tokens were dropped.
         Raises PromptTooLongError, and InvalidRowError where no token would be left."""
-        count, (limit, role) = len(ids), self.limit()
+        count = len(ids)
         if truncate is not None and 0 < truncate < count:
             ids = self._cut(ids, truncate)
             if not ids:
                 raise _nothing_left(truncate)
-        if limit is None or len(ids) + new <= limit:
-            return ids, count - len(ids)
-        cuts = self.on_too_long == "truncate-left" or truncate == -1
-        if cuts and (kept := self._cut(ids, limit - new)):
-            return kept, count - len(kept)
-        raise PromptTooLongError(
-            f"prompt has {len(ids)} tokens and max_new_tokens is {new}, but the {role} has {limit} positions"
-        )
+        while True:
+            limit, has = self._limit_of(len(ids))
+            if limit is None or len(ids) + new <= limit:
+                return ids, count - len(ids)
+            cuts = self.on_too_long == "truncate-left" or truncate == -1
+            kept = self._cut(ids, limit - new) if cuts else []
+            if not kept:
+                raise PromptTooLongError(f"prompt has {len(ids)} tokens and max_new_tokens is {new}, but the {has}")
+            ids = kept
+
+    def _limit_of(self, tokens: int) -> tuple[int | None, str]:
+        """Return how many tokens a text may have whose prompt has so many, and why, as the end of a message. The number
+        is None where there is no limit."""
+        (limit, role), switch = self.limit(), self._switch_position
+        if switch is None or tokens > switch or (limit is not None and limit <= switch):
+            return limit, f"{role} has {limit} positions"
+        why = f"target has other rotary factors (longrope) in texts whose prompt has more than {switch} tokens"
+        return switch, f"{why}, and a text keeps those that it begins with"
 
     def _cut(self, ids: list[int], room: int) -> list[int]:
         """Return the last ids that fit into `room` tokens, behind the tokens that the tokenizer begins every text with;

@@ -47,7 +47,7 @@ class CheckpointSettings:
     def of(cls, config: Any, generation: Mapping[str, Any]) -> CheckpointSettings:
         """Read a transformers config."""
         named = getattr(config, "architectures", None) or [config.model_type]
-        return cls(str(named[0]), getattr(config, "eos_token_id", None), generation)
+        return cls(str(named[0]), getattr(config.get_text_config(decoder=True), "eos_token_id", None), generation)
 
     @property
     def generation_config(self) -> Any:
@@ -79,11 +79,12 @@ def read_settings(file: Path) -> dict[str, Any]:
     return settings
 
 
-def positions_of(config: Any) -> int | None:
-    """Return the number of positions that a (text) config allows; None where it is unbounded."""
+def positions_of(config: Any, *, switching: bool = False) -> int | None:
+    """Return the number of positions that a (text) config allows; None where it is unbounded. switching: the model
+    chooses factors of longrope for each row by itself."""
     limit = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":
+    if rope.get("rope_type") == "longrope" and not switching:
         # past this length transformers changes the frequencies of the whole batch, whatever the others' lengths
         limit = rope.get("original_max_position_embeddings") or limit
     return int(limit) if limit and limit > 0 else None

@@ -21,6 +21,7 @@ from dsbd_cli.models.checkpoints.linearised import unread
 from dsbd_cli.models.checkpoints.lm_head import install, lm_head_keys, read_trimmed_lm_head
 from dsbd_cli.models.checkpoints.mamba_ssm import KEY_MAPPING
 from dsbd_cli.models.checkpoints.stock import attention_of, check_numbers, check_report
+from dsbd_cli.models.checkpoints.text_part import other_parts
 from dsbd_cli.ops.interface import LEAST_WEIGHTS
 from dsbd_cli.ops.select import packing_works, quantize_missing
 
@@ -101,9 +102,12 @@ def _model(checkpoint: Checkpoint, config: Any, kind: Any, placed: dict[str, Any
         if (refused := unsafe_pickle(folder, error, name)) is not None:
             raise refused from None
         if "Unrecognized configuration class" in str(error):
+            kind = f"{name} is a {config.model_type}"
+            if getattr(config, "is_encoder_decoder", False):
+                others = "with an encoder only Pix2Struct, VisionEncoderDecoder, and models of text or speech are run"
+                raise UnsupportedModelError(f"{kind}, which has an encoder of another kind: {others}") from None
             raise UnsupportedModelError(
-                f"{name} is a {config.model_type}, which is neither a causal language model nor an "
-                f"encoder-decoder one{_picture_hint(config)}"
+                f"{kind}, which is neither a causal language model nor an encoder-decoder one"
             ) from None
         if (quantization := checkpoint.quantization) is not None:
             here = "weights are read for causal language models of transformers' own, on one device"
@@ -132,13 +136,16 @@ def _dequantised_here(checkpoint: Checkpoint, config: Any, kind: Any) -> bool:
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+    kind = kind or _class(config)
     return (
         checkpoint.quantization is not None
         and not isinstance(checkpoint.quantization, str)
         and checkpoint.spec.device_map is None
         and read_trimmed_lm_head(checkpoint.path) is None
-        and (kind or _class(config)) is transformers.AutoModelForCausalLM
-        and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+        and (
+            (kind is transformers.AutoModelForCausalLM and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING)
+            or kind is transformers.AutoModelForMultimodalLM
+        )
     )
 
 
@@ -176,19 +183,13 @@ def _class(config: Any) -> Any:
         from dsbd_cli.models.recurrent.linearised_model import LinearisedLlama
 
         return LinearisedLlama
+    if other_parts(config):
+        return transformers.AutoModelForMultimodalLM
     if not getattr(config, "is_encoder_decoder", False):
         return transformers.AutoModelForCausalLM
     if type(config) in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING:
         return transformers.AutoModelForSpeechSeq2Seq
     return transformers.AutoModelForSeq2SeqLM
-
-
-def _picture_hint(config: Any) -> str:
-    """Return what a refusal adds for a model that looks at pictures; nothing for any other model."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-
-    sees = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    return ": with images only VisionEncoderDecoder, Pix2Struct and BLIP's captioner are run" if sees else ""
 
 
 def check_pictures(checkpoint: Checkpoint, config: Any) -> None:

@@ -7,7 +7,7 @@ named (weights.py).
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,11 +22,13 @@ class Rotary:
         frequencies: [rotated / 2] float32, angles per position. None: the layer does not rotate.
         scale: factor of sines and cosines.
         rotated: how many leading numbers of a head are rotated.
+        long: the frequencies of texts whose prompt is longer than `switch_position`; None: the same.
     """
 
     frequencies: tuple[float, ...] | None
     scale: float = 1.0
     rotated: int = 0
+    long: tuple[float, ...] | None = None
 
     def table(self, positions: int, dim: int) -> tuple[Tensor, Tensor]:
         """Return cosines and sines [positions, dim] float32 of both halves of a head. Numbers that are not rotated have
@@ -55,7 +57,8 @@ class MixtureConfig:
         biased: router and experts have biases. transposed: tensors of the experts are [E, inputs, outputs], and gates
             and values of the first product alternate.
         router_name, correction_name, experts_name, shared_name: of tensors, below a layer. parts: names of gate, up and
-            down below each expert; empty where one tensor holds gate and up, and one tensor all experts.
+            down below each expert; empty where one tensor holds gate and up, and one tensor all experts. shared_parts:
+            the same below the shared expert; two where one tensor holds gate and up.
     """
 
     experts: int
@@ -81,6 +84,7 @@ class MixtureConfig:
     experts_name: str = "mlp.experts"
     shared_name: str = "mlp.shared_experts"
     parts: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+    shared_parts: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +98,18 @@ class DecoderConfig:
         qkv_bias, out_bias, mlp_bias: which products have a bias.
         head_norms: queries and keys are normalised head by head. norms_over_all_heads: over all heads together.
         pre_norms, post_norms: norms before and after attention and MLP.
-        tied: the head is the embedding table. fused: one tensor holds queries, keys and values, another gate and up.
+        query_weights: the weights of head norms act after the rotation.
+        tied: the head is the embedding table. fused_qkv: one tensor holds queries, keys and values. fused_gate_up: one
+            tensor holds gate and up.
+        interleaved: rotation pairs neighbours of a head, not its halves.
+        names: names of tensors of a layer that differ from `LAYER_NAMES` (weights.py), by the keys of that table.
         windows: per layer, the width of its sliding window in positions; None without one.
         rotaries: kinds of rotary positions. rotary: per layer, the index of its kind.
         scale: factor of attention scores. softcap, logit_softcap: caps of attention scores and of logits; None without.
+        query_growth: (beta, length): queries at position p are multiplied by 1 + beta * log(1 + floor(p / length)).
         embedding_scale, residual_scale, logit_scale: factors; 1 without. Logits are divided by the last one.
         positions: number of positions that the model was made for; None where it is unbounded.
+        switch_position: most tokens of a text with `frequencies` of a Rotary that also has `long`; None where none has.
         sinks: each head of attention has a score that takes weight and has no value.
         wide_rotary: angles and norms stay float32 where the rest is bfloat16, which our kernels do not do.
         mixture: of experts; None without one. mixtures: per layer, whether it has the mixture; empty without one.
@@ -118,17 +128,23 @@ class DecoderConfig:
     rotary: tuple[int, ...]
     scale: float
     positions: int | None
+    switch_position: int | None = None
     unit_offset: bool = False
     gelu: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
     head_norms: bool = False
+    query_weights: bool = False
     norms_over_all_heads: bool = False
     pre_norms: bool = True
     post_norms: bool = False
     tied: bool = False
-    fused: bool = False
+    fused_qkv: bool = False
+    fused_gate_up: bool = False
+    interleaved: bool = False
+    names: Mapping[str, str] = field(default_factory=dict)
+    query_growth: tuple[float, int] | None = None
     softcap: float | None = None
     logit_softcap: float | None = None
     embedding_scale: float = 1.0
@@ -142,15 +158,19 @@ class DecoderConfig:
     @classmethod
     def from_json(cls, fields_of_config: Mapping[str, Any]) -> DecoderConfig:
         """Return the config whose `dataclasses.asdict` went through JSON. Raises TypeError for another version's."""
-        rotaries = [
-            Rotary(**{**rotary, "frequencies": None if rotary["frequencies"] is None else tuple(rotary["frequencies"])})
-            for rotary in fields_of_config["rotaries"]
-        ]
-        lists = {name: tuple(fields_of_config[name]) for name in ("windows", "rotary", "mixtures")}
-        mixture = fields_of_config["mixture"]
-        if mixture is not None:
-            mixture = MixtureConfig(**{**mixture, "parts": tuple(mixture["parts"])})
-        return cls(**{**fields_of_config, **lists, "rotaries": tuple(rotaries), "mixture": mixture})
+        rotaries = []
+        for rotary in fields_of_config["rotaries"]:
+            own: dict[str, Any] = {
+                key: tuple(value) if isinstance(value, list) else value for key, value in rotary.items()
+            }
+            rotaries.append(Rotary(**own))
+        lists: dict[str, Any] = {name: tuple(fields_of_config[name]) for name in ("windows", "rotary", "mixtures")}
+        if fields_of_config["query_growth"] is not None:
+            lists["query_growth"] = tuple(fields_of_config["query_growth"])
+        if (mixture := fields_of_config["mixture"]) is not None:
+            names = {name: tuple(mixture[name]) for name in ("parts", "shared_parts")}
+            lists["mixture"] = MixtureConfig(**{**mixture, **names})
+        return cls(**{**fields_of_config, **lists, "rotaries": tuple(rotaries)})
 
     @property
     def kinds(self) -> tuple[int | None, ...]:

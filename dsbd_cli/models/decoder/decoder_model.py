@@ -8,6 +8,7 @@ Letters: R rows, n nodes, S active slots, T suffix slots, H hidden width, E head
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from dsbd_cli.models.attention.forest import Scoring, over_all_slots
 from dsbd_cli.models.attention.metadata import LayerMask, Reading
 from dsbd_cli.models.attention.views import LayerViews, MaskView, View, prompt_kernel, view_of
 from dsbd_cli.models.checkpoints.generation import CheckpointSettings, checkpoint_rules
+from dsbd_cli.models.decoder.config import Rotary
 from dsbd_cli.models.decoder.forward import Decoder, LayerInputs
 from dsbd_cli.models.forest_model import BaseForestModel, HiddenStateTap, ModelSize, address
 from dsbd_cli.models.kv_cache import KVCache, PlaneLayout
@@ -63,6 +65,8 @@ class _LayerProgram:
         for home, angles in zip(self.inputs.angles, inputs.angles, strict=True):
             home[0].copy_(angles[0])
             home[1].copy_(angles[1])
+        if self.inputs.query_growth is not None and inputs.query_growth is not None:
+            self.inputs.query_growth.copy_(inputs.query_growth)
         self.inputs.attention.load(inputs.attention)
 
 
@@ -94,6 +98,9 @@ class DecoderForestModel(BaseForestModel):
         self._pads_forwards = decoder.ops.program is None  # kernels of the CPU compute each row by itself
         self._dtype, self._width = weights.dtype, sum(weights.lm_head.parts)
         self._angles: list[tuple[Tensor, Tensor]] = []
+        self._angle_positions = 0  # in a table; tables of long texts lie behind the others
+        self._long_rows = torch.zeros(0, dtype=torch.bool, device=device)  # rows with the frequencies of long texts
+        self._growth = torch.empty(0)  # factors of queries, see `query_growth` of the config, by position // length
         self._built_programs = 0
         self._programs: dict[Hashable, _LayerProgram] = {}
         self._programs_of = self.generation
@@ -110,6 +117,26 @@ class DecoderForestModel(BaseForestModel):
     @property
     def max_positions(self) -> int | None:
         return self.decoder.config.positions
+
+    @property
+    def switch_position(self) -> int | None:
+        """Most tokens of a text that does not have the rotary frequencies of long ones, see SwitchingModel."""
+        return self.decoder.config.switch_position
+
+    def begin_row(self, row: int, tokens: int) -> None:
+        """Choose the rotary frequencies of a cache row for a prompt of so many tokens, see SwitchingModel."""
+        if self.switch_position is not None:
+            self._long_rows[row] = tokens > self.switch_position
+
+    def reserve(self, rows: int, slots: int, window: int | None = None) -> None:
+        super().reserve(rows, slots, window)
+        if (more := rows - len(self._long_rows)) > 0:
+            with torch.inference_mode(False):  # it is written to in inference mode and outside of it
+                self._long_rows = nn.functional.pad(self._long_rows, (0, more))
+
+    def select_rows(self, rows: Tensor) -> None:
+        super().select_rows(rows)
+        self._long_rows[: len(rows)] = self._long_rows[rows]
 
     @property
     def embeddings(self) -> Any:
@@ -210,6 +237,7 @@ class DecoderForestModel(BaseForestModel):
 
     def release(self) -> None:
         super().release()
+        self._long_rows = self._long_rows[:0]
         self.forget_programs()
 
     def forget_programs(self) -> None:
@@ -230,10 +258,11 @@ class DecoderForestModel(BaseForestModel):
             seen = (ahead >= 0) if window is None else (ahead >= 0) & (ahead < window)
             mask = LayerMask(seen.expand(count, -1, -1), self._dtype, None, whole=True)
             views.append(MaskView(mask, over_all_slots))
-        angles = self._angles_at(places.expand(count, -1))
+        long = length > (self.switch_position or length)
+        angles = self._angles_at(places.expand(count, -1), torch.full((count,), long, device=self._device))
         slots = torch.arange(count * length, device=self._device)
         attention = LayerViews(views, self._kinds, self._scoring, lambda _: (planes[0], planes[1]))
-        inputs = LayerInputs(slots, angles, attention)
+        inputs = LayerInputs(slots, angles, attention, self._growth_at(places.expand(count, -1)))
         residual, branch, _ = decoder.layers(decoder.embed(tokens.to(self._device)), inputs)
         last, _ = decoder.finish(residual, branch)
         return self._fitted(decoder.logits(decoder.lm_head(last), last))
@@ -247,7 +276,9 @@ class DecoderForestModel(BaseForestModel):
         hidden = decoder.embed(self._ids_in_table(batch))
         write = self._cache.under_way
         assert write is not None
-        inputs = LayerInputs(write.flat, self._angles_at(batch.positions), self._attention(batch, "prefix"))
+        angles = self._angles_at(batch.positions, self._long(batch))
+        growth = self._growth_at(batch.positions)
+        inputs = LayerInputs(write.flat, angles, self._attention(batch, "prefix"), growth)
         results = self._results(batch, hidden, inputs, logits)
         if self._tap is not None:
             self._store_hidden_states([results.hidden_states[number] for number in self._tap.layers] or [results.last])
@@ -261,7 +292,7 @@ class DecoderForestModel(BaseForestModel):
         if self._programs_of != self.generation:
             self.forget_programs()
         ends = logits and self.decoder.weights.lm_head.compiled  # a program would keep a copy of what torch computes
-        key = (torch.get_num_threads(), hidden.shape, ends, views)
+        key = (torch.get_num_threads(), hidden.shape, ends, views, inputs.query_growth is not None)
         made = self._programs.pop(key, None)
         if made is None:
             while len(self._programs) >= MOST_PROGRAMS:
@@ -290,6 +321,7 @@ class DecoderForestModel(BaseForestModel):
                 inputs.slots.clone(),
                 [(cos.clone(), sin.clone()) for cos, sin in inputs.angles],
                 inputs.attention.copy(),
+                None if inputs.query_growth is None else inputs.query_growth.clone(),
             )
             first = hidden.clone()
             program, results = self._arena.record(self.ops.program, lambda: self._computed(first, places, logits))
@@ -297,21 +329,44 @@ class DecoderForestModel(BaseForestModel):
                 program.renew(results.product)
         return _LayerProgram(program, first, places, results)
 
-    def _angles_at(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return cosines and sines [R, n, E] of the rotary angles at positions [R, n], by kind of rotary positions."""
-        most = max(POSITION_STEP, self._cache.slots, positions.shape[1])
-        computed = len(self._angles[0][0]) if self._angles else 0
-        if computed < most:
-            size = -(-most // POSITION_STEP) * POSITION_STEP
-            dim = self.decoder.config.head_dim
-            self._angles = [
-                tuple(table.to(self._dtype).to(self._device) for table in rotary.table(size, dim))  # type: ignore[misc]
-                for rotary in self.decoder.config.rotaries
-            ]
+    def _long(self, batch: ForestInput) -> Tensor:
+        """Return which rows of a batch [R] have the rotary frequencies of long texts."""
+        return self._long_rows[: len(batch.slots)] if batch.rows is None else self._long_rows[batch.rows]
+
+    def _angles_at(self, positions: Tensor, long: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return cosines and sines [R, n, E] of the rotary angles at positions [R, n], by kind of rotary positions.
+        long: [R] bool, rows with the frequencies of long texts."""
+        config, most = self.decoder.config, max(POSITION_STEP, self._cache.slots, positions.shape[1])
+        if self._angle_positions < most:
+            self._angle_positions = -(-most // POSITION_STEP) * POSITION_STEP
+            self._angles = [self._tables(rotary) for rotary in config.rotaries]
+        if config.switch_position is not None:
+            positions = positions + long.unsqueeze(1) * self._angle_positions
         return [
             (nn.functional.embedding(positions, cos), nn.functional.embedding(positions, sin))
             for cos, sin in self._angles
         ]
+
+    def _tables(self, rotary: Rotary) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines [n, E] of one kind of rotary positions; where texts may be long, those of long texts
+        behind the others."""
+        kinds = [rotary]
+        if self.decoder.config.switch_position is not None:
+            kinds.append(replace(rotary, frequencies=rotary.long or rotary.frequencies))
+        tables = [kind.table(self._angle_positions, self.decoder.config.head_dim) for kind in kinds]
+        cos, sin = (torch.cat(parts).to(self._dtype).to(self._device) for parts in zip(*tables, strict=True))
+        return cos, sin
+
+    def _growth_at(self, positions: Tensor) -> Tensor | None:
+        """Return the factors [R, n] of queries at positions [R, n]; None where all positions have the factor 1."""
+        growth, most = self.decoder.config.query_growth, max(self._cache.slots, positions.shape[1])
+        if growth is None or most <= growth[1]:
+            return None
+        beta, length = growth
+        if len(self._growth) * length < most:
+            factors = [1 + beta * math.log(1 + step) for step in range(-(-most // length))]
+            self._growth = torch.tensor(factors, dtype=self._dtype, device=self._device)
+        return self._growth[positions // length]
 
     def _attention(self, batch: ForestInput, reading: Reading) -> LayerViews:
         """Return what the nodes see, one view for each kind of window. reading: of a prompt."""

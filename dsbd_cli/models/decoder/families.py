@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,6 +39,11 @@ KNOWN = frozenset(
     num_nextn_predict_layers num_shared_experts qkv_bias routed_scaling_factor router_aux_loss_coef router_jitter_noise
     shared_expert_intermediate_size shared_intermediate_size topk_group use_qk_norm
     swiglu_alpha swiglu_limit
+    moe_k moe_layer_end_index moe_layer_interval moe_layer_start_index moe_norm_min moe_num_experts
+    moe_num_shared_experts moe_topk
+    eod_token_id num_local_experts position_embedding_type shared_intermediate_size use_bias use_post_norm
+    mamba_chunk_size mamba_conv_bias mamba_d_conv mamba_d_head mamba_d_state mamba_expand mamba_n_groups mamba_n_heads
+    mamba_proj_bias num_experts_per_tok router_aux_loss_coef time_step_limit
     """.split()
 )
 
@@ -48,7 +54,12 @@ class _UnknownError(Exception):
 
 def decoder_config_of(config: Any) -> DecoderConfig | str:
     """Return the DecoderConfig of a transformers (text) config, or the reason why there is none."""
-    family = config.model_type
+    family, text = config.model_type, config.get_text_config(decoder=True)
+    if family not in FAMILIES and text is not config and not getattr(config, "is_encoder_decoder", False):
+        decoder_config = decoder_config_of(text)
+        if isinstance(decoder_config, str):
+            return f"{family} is no standard decoder that is known here: {decoder_config}"
+        return replace(decoder_config, tied=bool(getattr(config, "tie_word_embeddings", decoder_config.tied)))
     if family not in FAMILIES:
         return f"{family} is no standard decoder that is known here"
     # a key that transformers' class does not declare changes nothing there
@@ -89,6 +100,7 @@ def _common(config: Any) -> dict[str, Any]:
     window = getattr(config, "sliding_window", None)
     if getattr(config, "use_sliding_window", None) is False:
         window = None
+    switching = any(rotary.long is not None for rotary in rotaries)
     slides = [kinds is None or kinds[layer] == "sliding_attention" for layer in range(layers)]
     return {
         "hidden": config.hidden_size,
@@ -103,22 +115,24 @@ def _common(config: Any) -> dict[str, Any]:
         "rotaries": rotaries,
         "rotary": rotary,
         "scale": dim**-0.5,
-        "positions": positions_of(config),
+        "positions": positions_of(config, switching=switching),
+        "switch_position": positions_of(config) if switching else None,
         "gelu": ACTIVATIONS[activation],
-        "tied": bool(config.tie_word_embeddings),
+        "tied": bool(getattr(config, "tie_word_embeddings", False)),
     }
 
 
 def _rotary(config: Any, parameters: Mapping[str, Any], dim: int, kind: str | None) -> Rotary:
     """Read the rotary parameters of one kind of layer. kind: its name; None where all layers are alike."""
-    way = parameters.get("rope_type", "default")
+    way, theta = parameters.get("rope_type", "default"), parameters.get("rope_theta")
+    if way == "dynamic" and config.model_type.startswith("hunyuan") and (alpha := parameters.get("alpha")):
+        way, theta = "default", theta * alpha ** (dim / (dim - 2))
     if way not in ROTARY_TYPES:
         raise _UnknownError(f"its rotary positions are {way}, which is not known here")
     rotated = int(dim * (parameters.get("partial_rotary_factor") or 1.0))
     if rotated % 2 or (rotated != dim and dim % 2) or not 0 < rotated <= dim:
         raise _UnknownError(f"it rotates {rotated} of {dim} numbers of a head")
     if way == "default":
-        theta = parameters.get("rope_theta")
         if theta is None:
             raise _UnknownError("its rotary base is missing")
         inverse = 1.0 / (theta ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated))
@@ -127,7 +141,12 @@ def _rotary(config: Any, parameters: Mapping[str, Any], dim: int, kind: str | No
 
     more = {} if kind is None else {"layer_type": kind}
     frequencies, scale = ROPE_INIT_FUNCTIONS[way](config, torch.device("cpu"), **more)
-    return Rotary(tuple(frequencies.tolist()), float(scale), 2 * len(frequencies))
+    rotary = Rotary(tuple(frequencies.tolist()), float(scale), 2 * len(frequencies))
+    if way != "longrope":
+        return rotary
+    beyond = parameters["original_max_position_embeddings"] + 1
+    long, _ = ROPE_INIT_FUNCTIONS[way](config, torch.device("cpu"), seq_len=beyond, **more)
+    return rotary if torch.equal(long, frequencies) else replace(rotary, long=tuple(long.tolist()))
 
 
 # Families: the settings in which each differs from the common ones.
@@ -204,8 +223,13 @@ def _gemma3(config: Any) -> dict[str, Any]:
     return {**_gemma2(config), "head_norms": True}
 
 
+def _vaultgemma(config: Any) -> dict[str, Any]:
+    """Return the settings of VaultGemma, a Gemma 2 without the norms behind attention and MLP."""
+    return {**_gemma2(config), "post_norms": False, "names": {"mlp_norm": "pre_feedforward_layernorm"}}
+
+
 def _phi3(config: Any) -> dict[str, Any]:
-    return {"fused": True}
+    return {"fused_qkv": True, "fused_gate_up": True}
 
 
 def _granite(config: Any) -> dict[str, Any]:
@@ -216,6 +240,93 @@ def _granite(config: Any) -> dict[str, Any]:
         "residual_scale": config.residual_multiplier,
         "logit_scale": config.logits_scaling,
     }
+
+
+def _granitemoehybrid(config: Any) -> dict[str, Any]:
+    """Return the settings of Granite 4 without Mamba layers. Without experts its MLP is the shared one."""
+    rotates = config.position_embedding_type == "rope"
+    common = {**_granite(config), **_rotating(config, [rotates] * config.num_hidden_layers), "mlp_bias": False}
+    if config.num_local_experts:
+        return {**common, **_granite_mixture(config)}
+    return {
+        **common,
+        "inner": config.shared_intermediate_size,
+        "fused_gate_up": True,
+        "names": {"gate_up": "shared_mlp.input_linear", "down": "shared_mlp.output_linear"},
+    }
+
+
+def _hyperclovax(config: Any) -> dict[str, Any]:
+    """Return the settings of HyperCLOVA X, a Granite whose logits are multiplied, in place of divided."""
+    names = {"mlp_norm": "post_attention_layernorm", "attention_norm": "post_norm1", "output_norm": "post_norm2"}
+    return {
+        **_granite(config),
+        "logit_scale": 1 / config.logits_scaling,
+        "post_norms": config.use_post_norm,
+        "names": names,
+    }
+
+
+def _helium(config: Any) -> dict[str, Any]:
+    return {**_llama(config), "out_bias": False, "interleaved": True, "wide_rotary": True}
+
+
+def _ernie4_5(config: Any) -> dict[str, Any]:
+    bias = bool(config.use_bias)
+    return {
+        "qkv_bias": bias,
+        "out_bias": bias,
+        "mlp_bias": bias,
+        "interleaved": True,
+        "wide_rotary": True,
+        "windows": _no_windows(config),
+    }
+
+
+def _glm(config: Any) -> dict[str, Any]:
+    return {
+        "qkv_bias": bool(getattr(config, "attention_bias", False)),
+        "interleaved": True,
+        "fused_gate_up": True,
+        "windows": _no_windows(config),
+    }
+
+
+def _glm4(config: Any) -> dict[str, Any]:
+    names = {
+        "mlp_norm": "post_attention_layernorm",
+        "attention_norm": "post_self_attn_layernorm",
+        "output_norm": "post_mlp_layernorm",
+    }
+    return {**_glm(config), "post_norms": True, "names": names}
+
+
+def _glm4v(config: Any) -> dict[str, Any]:
+    return {**_glm4(config), "qkv_bias": config.model_type == "glm4v_text"}
+
+
+def _paddleocr(config: Any) -> dict[str, Any]:
+    return {**_ernie4_5(config), "interleaved": False, "wide_rotary": False}
+
+
+def _ministral3(config: Any) -> dict[str, Any]:
+    rope = config.rope_parameters
+    return {"query_growth": (rope["llama_4_scaling_beta"], rope["original_max_position_embeddings"])}
+
+
+def _hunyuan(config: Any) -> dict[str, Any]:
+    """Return the settings of HunYuan, whose queries and keys go through their norms after the rotation."""
+    return {
+        **_attention_bias(config),
+        "head_norms": True,
+        "query_weights": True,
+        "names": {"q_norm": "self_attn.query_layernorm", "k_norm": "self_attn.key_layernorm"},
+        "windows": _no_windows(config),
+    }
+
+
+def _cwm(config: Any) -> dict[str, Any]:
+    return {"mlp_bias": bool(config.mlp_bias)}
 
 
 def _olmo2(config: Any) -> dict[str, Any]:
@@ -262,7 +373,8 @@ def _mixture(
         )
     if not all(map(bool, layers or [True])) and config.intermediate_size <= 0:
         raise _UnknownError(f"its MLPs have the width {config.intermediate_size}")
-    mixture = MixtureConfig(experts, config.num_experts_per_tok, inner, **more)
+    chosen = more.pop("chosen", None) or config.num_experts_per_tok
+    mixture = MixtureConfig(experts, chosen, inner, **more)
     per_layer = tuple(map(bool, layers)) if layers is not None else (True,) * int(config.num_hidden_layers)
     return {"mixture": mixture, "mixtures": per_layer} if any(per_layer) else {}
 
@@ -330,18 +442,61 @@ def _flex_olmo(config: Any) -> dict[str, Any]:
     return {**_olmo2(config), **_mixture(config, experts, inner, normalised=bool(config.norm_topk_prob))}
 
 
+def _granite_mixture(config: Any) -> dict[str, Any]:
+    return _mixture(
+        config,
+        config.num_local_experts,
+        config.intermediate_size,
+        router_name="block_sparse_moe.router.layer",
+        experts_name="block_sparse_moe.experts",
+        shared=int(getattr(config, "shared_intermediate_size", 0)),
+        shared_name="shared_mlp",
+        shared_parts=("input_linear", "output_linear"),
+        parts=(),
+    )
+
+
 def _granitemoe(config: Any) -> dict[str, Any]:
+    return {**_granite(config), **_granite_mixture(config)}
+
+
+def _ernie4_5_moe(config: Any) -> dict[str, Any]:
+    if config.use_bias:
+        raise _UnknownError("its LM head has a bias (use_bias)")
+    first, last, interval = config.moe_layer_start_index, config.moe_layer_end_index, config.moe_layer_interval
+    layers = [(number + 1) % interval == 0 and first <= number <= last for number in range(config.num_hidden_layers)]
+    inner = config.moe_intermediate_size
     return {
-        **_granite(config),
+        **_ernie4_5(config),
         **_mixture(
             config,
-            config.num_local_experts,
-            config.intermediate_size,
-            router_name="block_sparse_moe.router.layer",
-            experts_name="block_sparse_moe.experts",
-            shared=int(getattr(config, "shared_intermediate_size", 0)),
-            shared_name="shared_mlp",
-            parts=(),
+            config.moe_num_experts,
+            inner,
+            layers,
+            corrected=True,
+            wide_router=True,
+            least_sum=float(config.moe_norm_min),
+            shared=inner * config.moe_num_shared_experts,
+            correction_name="mlp.moe_statics.e_score_correction_bias",
+        ),
+    }
+
+
+def _hunyuan_v1_moe(config: Any) -> dict[str, Any]:
+    experts, chosen, inner = config.num_experts, config.moe_topk, config.intermediate_size
+    if not isinstance(experts, int) or not isinstance(chosen, int):
+        raise _UnknownError("its layers have different numbers of experts")
+    return {
+        **_hunyuan(config),
+        **_mixture(
+            config,
+            experts,
+            inner,
+            chosen=chosen,
+            wide_router=True,
+            shared=inner,
+            shared_name="mlp.shared_mlp",
+            router_name="mlp.gate.wg",
         ),
     }
 
@@ -452,4 +607,29 @@ FAMILIES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "dots1": _dots1,
     "exaone_moe": _exaone_moe,
     "gpt_oss": _gpt_oss,
+    "ernie4_5_moe": _ernie4_5_moe,
+    "hunyuan_v1_moe": _hunyuan_v1_moe,
+    "ministral3": _ministral3,
+    "internlm3": _llama,
+    "iquestcoder": _llama,
+    "cwm": _cwm,
+    "vaultgemma": _vaultgemma,
+    "granitemoehybrid": _granitemoehybrid,
+    "hyperclovax": _hyperclovax,
+    "helium": _helium,
+    "ernie4_5": _ernie4_5,
+    "glm": _glm,
+    "glm4": _glm4,
+    "hunyuan_v1_dense": _hunyuan,
+    # Text parts of models that also read images or sound. The positions of their axes are all alike in a text.
+    "emu3_text_model": _llama,
+    "glm4v_text": _glm4v,
+    "glm_ocr_text": _glm4v,
+    "granite4_vision_text": _granite,
+    "granite_docling_text": _granite,
+    "paddleocr_vl_text": _paddleocr,
+    "qwen2_vl_text": _qwen2,
+    "qwen2_5_vl_text": _qwen2,
+    "qwen2_5_omni_text": _qwen2,
+    "qwen3_vl_text": _qwen3,
 }

@@ -31,11 +31,13 @@ class LayerInputs:
 
     slots: [m] int64 flat indices, row * S + slot, of the planes: where keys and values are written. angles: cosines and
     sines [R, n, E], for each kind of rotary positions. attention: what the nodes see, and the planes of the layers.
+    query_growth: factors [R, n] of rotated queries; None where all are 1.
     """
 
     slots: Tensor
     angles: Sequence[tuple[Tensor, Tensor]]
     attention: LayerViews
+    query_growth: Tensor | None = None
 
 
 class Decoder:
@@ -131,6 +133,10 @@ class Decoder:
             qkv, norms = self._wide_norms(norms, layer.qkv.parts, qkv), None
         cos, sin = inputs.angles[config.rotary[number]]
         query = self.ops.rotate(qkv, cos, sin, inputs.slots, keys, values, norms=norms)
+        if layer.query_weight is not None:
+            query = _scaled(query, layer.query_weight)
+        if inputs.query_growth is not None:
+            query = _scaled(query, inputs.query_growth[:, None, :, None])
         attended = self.ops.attend(number, query, inputs.attention)
         return layer.out.compute(attended.flatten(2))
 
@@ -182,3 +188,8 @@ class Decoder:
             return torch.cat((*normed_parts, value), -1)
 
         return recording.compute(normed)
+
+
+def _scaled(query: Tensor, factors: Tensor) -> Tensor:
+    """Return queries [R, Q, n, E] times factors."""
+    return recording.compute(lambda: query * factors)

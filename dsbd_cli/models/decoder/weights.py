@@ -6,7 +6,7 @@ Letters: o outputs, i inputs of a product.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,18 @@ from dsbd_cli.ops.quantized_weight import QuantizedWeight
 from dsbd_cli.ops.reference import Norm, Router, Routes
 
 NORMS = ("input_norm", "attention_norm", "mlp_norm", "output_norm")
-
+# Tensors of a layer, as most families name them. A family's other names are in its config (`names`).
+LAYER_NAMES = {
+    "input_norm": "input_layernorm",
+    "attention_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "output_norm": "post_feedforward_layernorm",
+    **{name: f"self_attn.{name}_proj" for name in ("q", "k", "v", "qkv")},
+    "out": "self_attn.o_proj",
+    "q_norm": "self_attn.q_norm",
+    "k_norm": "self_attn.k_norm",
+    **{name: f"mlp.{name}_proj" for name in ("gate", "up", "gate_up", "down")},
+}
 
 Weight = Tensor | QuantizedWeight
 
@@ -111,7 +122,7 @@ class LayerWeights:
 
     Norms are [hidden]; head_norms, of queries and of keys, are [head_dim] or as wide as all heads. None: the layer
     lacks the norm. gate_up, down: of the MLP, or of the shared expert of a mixture; None where the mixture has none.
-    sinks: [heads].
+    query_weight: [head_dim], what rotated queries are multiplied by; None without. sinks: [heads].
     """
 
     qkv: Linear
@@ -125,6 +136,7 @@ class LayerWeights:
     head_norms: tuple[Norm, Norm] | None = None
     mixture: MixtureWeights | None = None
     sinks: Tensor | None = None
+    query_weight: Tensor | None = None
 
     @property
     def linears(self) -> Iterator[tuple[str, PlainLinear]]:
@@ -165,6 +177,8 @@ class DecoderWeights:
                 setattr(layer, name, None if norm is None else norm.to(device))
             if layer.head_norms is not None:
                 layer.head_norms = layer.head_norms[0].to(device), layer.head_norms[1].to(device)
+            if layer.query_weight is not None:
+                layer.query_weight = layer.query_weight.to(device)
             for _, linear in layer.linears:
                 linear.to(device)
             layer.sinks = None if layer.sinks is None else layer.sinks.to(device)
@@ -229,44 +243,54 @@ class WeightReader:
         config, at = self.config, f"layers.{number}."
         inputs = inputs or config.hidden
         query, key = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        norms = {field: self.norm(f"{at}{name}.weight", config.hidden) for field, name in self._norm_names()}
-        head_norms = None
+        norms = {norm: self.norm(f"{at}{self._name(norm)}.weight", config.hidden) for norm in self._norms()}
+        head_norms = query_weight = None
         if config.head_norms or config.norms_over_all_heads:
             wide = (query, key) if config.norms_over_all_heads else (config.head_dim, config.head_dim)
             head_norms = (
-                self.norm(f"{at}self_attn.q_norm.weight", wide[0], of_heads=True),
-                self.norm(f"{at}self_attn.k_norm.weight", wide[1], of_heads=True),
+                self.norm(f"{at}{self._name('q_norm')}.weight", wide[0], of_heads=True),
+                self.norm(f"{at}{self._name('k_norm')}.weight", wide[1], of_heads=True),
             )
-        if config.fused:
-            qkv = self._parts(f"{at}self_attn.qkv_proj", (query, key, key), inputs)
+        if config.query_weights and head_norms is not None:
+            # A rotation does not change the norm, and a product of both weights in the queries gives the same scores.
+            query_weight = head_norms[0].weight * head_norms[1].weight
+            head_norms = (replace(head_norms[0], weight=torch.ones_like(query_weight)),) * 2
+        if config.fused_qkv:
+            qkv = self._parts(f"{at}{self._name('qkv')}", (query, key, key), inputs)
         else:
-            heads = [(f"{at}self_attn.{name}_proj", size) for name, size in (("q", query), ("k", key), ("v", key))]
+            heads = [(f"{at}{self._name(name)}", size) for name, size in (("q", query), ("k", key), ("v", key))]
             qkv = self._joined(heads, inputs, bias=config.qkv_bias)
         qkv.weights = [*map(self._rotated_first, qkv.weights[:2]), qkv.weights[2]]
         qkv.biases = [*(None if bias is None else self._rotated_first(bias) for bias in qkv.biases[:2]), qkv.biases[2]]
-        out = self._joined([(f"{at}self_attn.o_proj", config.hidden)], query, bias=config.out_bias)
+        out = self._joined([(f"{at}{self._name('out')}", config.hidden)], query, bias=config.out_bias)
+        gate_up, down = self._mlp(number)
         mixture = config.mixture_of(number)
-        gate_up, down = self._mlp(f"{at}mlp" if mixture is None else at + mixture.shared_name, config.inner_of(number))
-        more = None if mixture is None else self._mixture(at, mixture)
-        sinks = self.tensor(f"{at}self_attn.sinks", config.heads) if config.sinks else None
-        return LayerWeights(qkv, out, gate_up, down, **norms, head_norms=head_norms, mixture=more, sinks=sinks)
+        return LayerWeights(
+            qkv,
+            out,
+            gate_up,
+            down,
+            **norms,
+            head_norms=head_norms,
+            query_weight=query_weight,
+            mixture=None if mixture is None else self._mixture(at, mixture),
+            sinks=self.tensor(f"{at}self_attn.sinks", config.heads) if config.sinks else None,
+        )
 
-    def _mlp(self, name: str, inner: int) -> tuple[PlainLinear | None, PlainLinear | None]:
-        """Return the products of an MLP. inner: its width; 0: there is none."""
-        config = self.config
+    def _mlp(self, number: int) -> tuple[PlainLinear | None, PlainLinear | None]:
+        """Return the products of a layer's MLP, or of the shared expert of its mixture; None without any."""
+        config, at, mixture = self.config, f"layers.{number}.", self.config.mixture_of(number)
+        inner, fused = config.inner_of(number), config.fused_gate_up
         if not inner:
             return None, None
-        if config.fused:
-            gate_up = self._parts(f"{name}.gate_up_proj", (2 * inner,), config.hidden)
-        elif f"model.{name}.input_linear.weight" in self.tensors:  # Granite
-            return (
-                self._joined([(f"{name}.input_linear", 2 * inner)], config.hidden, bias=False),
-                self._joined([(f"{name}.output_linear", config.hidden)], inner, bias=False),
-            )
-        else:
-            sides = [(f"{name}.{side}_proj", inner) for side in ("gate", "up")]
-            gate_up = self._joined(sides, config.hidden, bias=config.mlp_bias)
-        return gate_up, self._joined([(f"{name}.down_proj", config.hidden)], inner, bias=config.mlp_bias)
+        gate_up, down = [self._name("gate_up")] if fused else [self._name("gate"), self._name("up")], self._name("down")
+        if mixture is not None:
+            *gate_up, down = (f"{mixture.shared_name}.{part}" for part in mixture.shared_parts)
+        sides = [(f"{at}{name}", 2 * inner // len(gate_up)) for name in gate_up]
+        return (
+            self._joined(sides, config.hidden, bias=config.mlp_bias),
+            self._joined([(f"{at}{down}", config.hidden)], inner, bias=config.mlp_bias),
+        )
 
     def _mixture(self, at: str, mixture: MixtureConfig) -> MixtureWeights:
         """Return the weights of the mixture of the layer whose tensors' names begin with `at`."""
@@ -321,14 +345,17 @@ class WeightReader:
             biases = [bias[order] for bias in biases]
         return PlainLinear(weights, biases)
 
-    def _norm_names(self) -> list[tuple[str, str]]:
-        """Return the norms of hidden states: their fields in LayerWeights and their names in checkpoints."""
-        if not self.config.post_norms:
-            return [("input_norm", "input_layernorm"), ("mlp_norm", "post_attention_layernorm")]
-        after = [("attention_norm", "post_attention_layernorm"), ("output_norm", "post_feedforward_layernorm")]
-        if not self.config.pre_norms:
-            return after
-        return [("input_norm", "input_layernorm"), ("mlp_norm", "pre_feedforward_layernorm"), *after]
+    def _norms(self) -> list[str]:
+        """Return the fields in LayerWeights of the norms of hidden states."""
+        before = ["input_norm", "mlp_norm"] if self.config.pre_norms else []
+        return [*before, *(["attention_norm", "output_norm"] if self.config.post_norms else [])]
+
+    def _name(self, part: str) -> str:
+        """Return a checkpoint's name of a part of a layer, a key of LAYER_NAMES."""
+        names = self.config.names
+        if part == "mlp_norm" and part not in names and not self.config.post_norms:
+            return LAYER_NAMES["attention_norm"]  # Llama's norm before the MLP
+        return names.get(part, LAYER_NAMES[part])
 
     def _joined(self, named: Sequence[tuple[str, int]], inputs: int, *, bias: bool) -> PlainLinear:
         """Return the products with these weights, which have one input."""
@@ -342,20 +369,20 @@ class WeightReader:
         return PlainLinear([*whole.split(sizes)], [None] * len(sizes))
 
     def _rotated_first(self, rows: Any) -> Any:
-        """Reorder the numbers of each head, where not all are rotated, so that rotated ones come first in both halves
-        of the head.
+        """Reorder the numbers of each head, where not all are rotated or rotation pairs neighbours, so that rotated
+        ones come first in both halves of the head, in pairs.
 
         Our rotation pairs number k with k + head_dim / 2. Scores do not change when queries and keys are put into
         another order alike. rows: [heads * head_dim, ...] or [head_dim], or a quantised weight.
         """
         dim, rotated = self.config.head_dim, self.config.rotaries[0].rotated
-        if rotated == dim:
+        if rotated == dim and not self.config.interleaved:
             return rows
         half, turned = dim // 2, rotated // 2
+        pairs = torch.arange(rotated)
+        pairs = pairs.view(-1, 2).T if self.config.interleaved else pairs.view(2, -1)
         rest = torch.arange(rotated, dim)
-        order = torch.cat((
-            torch.arange(turned), rest[: half - turned], torch.arange(turned, rotated), rest[half - turned :]
-        ))  # fmt: skip
+        order = torch.cat((pairs[0], rest[: half - turned], pairs[1], rest[half - turned :]))
         numbers = torch.arange(len(rows)).view(-1, dim)[:, order].flatten()
         return rows.take(numbers) if isinstance(rows, QuantizedWeight) else rows[numbers]
 

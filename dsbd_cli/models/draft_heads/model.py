@@ -271,7 +271,7 @@ class DecoderDraftHead(BaseDraftHead, DecoderForestModel):
         hidden = head.start(head.embed(self._ids_in_table(batch)), states)
         # not by prefix: a head does not see slot 0
         attention = self._attention(batch, "all slots")
-        inputs = LayerInputs(write.flat, self._angles_at(batch.positions), attention)
+        inputs = LayerInputs(write.flat, self._angles_at(batch.positions, self._long(batch)), attention)
         results = self._results(batch, hidden, inputs, logits)
         if results.product is None:
             return None  # the target has run all nodes

@@ -431,11 +431,9 @@ def drawn_questions(folder: Path) -> None:
     change(save_pictured("pix2struct", folder) / "config.json", is_vqa=True)
 
 
-def llava(folder: Path) -> None:
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
-    text, vision = {"model_type": "llama", "vocab_size": 97, **sizes}, {"model_type": "clip_vision_model", **sizes}
-    config = transformers.LlavaConfig(text_config=text, vision_config=vision)
-    transformers.LlavaForConditionalGeneration(config).save_pretrained(folder)
+def udop(folder: Path) -> None:
+    config = transformers.UdopConfig(vocab_size=97, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4)
+    transformers.UdopForConditionalGeneration(config).save_pretrained(folder)
 
 
 def no_processor(folder: Path) -> None:
@@ -447,7 +445,7 @@ def no_processor(folder: Path) -> None:
     [
         (blip_vqa, r"is a BlipForQuestionAnswering, but of BLIP the captioning models alone are run"),
         (drawn_questions, r"answers questions \(is_vqa\), which Pix2Struct draws into the picture"),
-        (llava, r"is a llava, which is neither .*: with images only VisionEncoderDecoder, Pix2Struct and"),
+        (udop, r"is a udop, which has an encoder of another kind: with an encoder only Pix2Struct, Vision"),
         (no_processor, r"its image processor cannot be loaded"),
     ],
 )

@@ -18,6 +18,7 @@ from dsbd_cli.models.checkpoints.checkpoint import quiet
 from dsbd_cli.models.checkpoints.quantized.groupwise import WeightTensors
 from dsbd_cli.models.checkpoints.quantized.mxfp4 import Mxfp4Weight
 from dsbd_cli.models.checkpoints.stock import attention_of, check_report
+from dsbd_cli.models.checkpoints.text_part import of_text, other_parts
 from dsbd_cli.ops.quantized_weight import QuantizedWeight
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
@@ -30,10 +31,10 @@ def plain_state(tensors: WeightTensors, dtype: torch.dtype, layers: int, vocabul
     A weight that is not packed is a view of its file where it has the dtype. Raises ModelError for scales that are NaN
     or infinite.
     """
-    state = {}
+    state, text = {}, of_text(tensors)
     for name, read in tensors.items():
         layer = _LAYER.search(name)
-        if layer is not None and int(layer[1]) >= layers:
+        if layer is not None and int(layer[1]) >= layers and name in text:
             continue
         rows = slice(0, vocabulary if _VOCABULARY.search(name) else None)
         weight = read()
@@ -59,9 +60,10 @@ def stock_part(config: Any, tensors: WeightTensors, dtype: torch.dtype, layers: 
     whole. Inputs must be ids below `vocabulary`. name: of the checkpoint, for messages. Raises ModelError for tensors
     that are missing, have another shape than the config says, or would not be used.
     """
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
 
-    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    classes = MODEL_FOR_MULTIMODAL_LM_MAPPING if other_parts(config) else MODEL_FOR_CAUSAL_LM_MAPPING
+    kind: Any = classes.get(type(config), None)
     if kind is None:
         raise UnsupportedModelError(f"{name} is a {config.model_type}, which is no causal language model")
     part, state = part_config(config, layers, vocabulary), plain_state(tensors, dtype, layers, vocabulary)
