@@ -8,6 +8,7 @@ Letters: R rows, n nodes, S active slots, T suffix slots, H hidden width, E head
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
@@ -25,10 +26,11 @@ from dsbd_cli.models.checkpoints.generation import CheckpointSettings, checkpoin
 from dsbd_cli.models.decoder.forward import Decoder, LayerInputs
 from dsbd_cli.models.forest_model import BaseForestModel, HiddenStateTap, ModelSize, address
 from dsbd_cli.models.kv_cache import KVCache, PlaneLayout
+from dsbd_cli.models.recurrent.states import RecurrentCache
 from dsbd_cli.ops import recording
 from dsbd_cli.ops.interface import Ops
 from dsbd_cli.ops.recording import Arena, Program
-from dsbd_cli.ops.select import LAYERS
+from dsbd_cli.ops.select import LAYERS, MIXERS
 
 MOST_NODES = 256  # of a program: with more nodes Python takes a small part of the time
 MOST_PROGRAMS = 64
@@ -79,18 +81,23 @@ class DecoderForestModel(BaseForestModel):
         """stock: loads the model as transformers runs it."""
         config, weights = decoder.config, decoder.weights
         device = weights.table.device
-        super().__init__(name, device, KVCache(), stock)
+        self._states = RecurrentCache(device) if config.mixer is not None else None
+        super().__init__(name, device, self._states or KVCache(), stock)
         self.decoder, self._settings = decoder, settings
         self._watched: frozenset[int] = frozenset()  # numbers of layers after which hidden states are taken
         plane = PlaneLayout(config.kv_heads, config.head_dim, weights.dtype, device)
         self._scoring = Scoring(config.scale, config.softcap)
-        self._kinds = [config.kinds.index(window) for window in config.windows]
+        attending = [number for number in range(config.layers) if config.attends(number)]
+        self._kinds = {number: config.kinds.index(config.windows[number]) for number in attending}
         query, key = (
             torch.empty(1, 1, heads, config.head_dim, dtype=weights.dtype, device=device).transpose(1, 2)
             for heads in (config.heads, config.kv_heads)
         )
         self._form = query, key, key  # a query, a key and a value in the form of all layers'
-        self._cache.learn_all([(plane, plane)] * config.layers)
+        self._cache.learn_all(dict.fromkeys(attending, (plane, plane)))
+        if self._states is not None:
+            self._declare(self._states)
+            self.copies_prefixes = False  # a state holds the whole text before it, not a token
         self._pads_forwards = decoder.ops.program is None  # kernels of the CPU compute each row by itself
         self._dtype, self._width = weights.dtype, sum(weights.lm_head.parts)
         self._angles: list[tuple[Tensor, Tensor]] = []
@@ -156,13 +163,15 @@ class DecoderForestModel(BaseForestModel):
     @property
     def size(self) -> ModelSize:
         weights, config = self.decoder.weights, self.decoder.config
-        linears = [linear for layer in weights.layers for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-        held = [weight for linear in (*linears, weights.lm_head) for weight in linear.weights]
+        products = [(name, getattr(owner, field)) for layer in weights.layers for name, owner, field in layer.products]
+        held = [weight for _, linear in (*products, ("", weights.lm_head)) for weight in linear.weights]
         table = weights.table
         shared = any(address(weight) == address(table) for weight in held)
         read = sum(weight.nbytes for weight in held)
-        inputs = (config.hidden, config.heads * config.head_dim, config.hidden, config.inner) * config.layers
-        count = sum(sum(linear.parts) * wide for linear, wide in zip(linears, inputs, strict=True))
+        inputs = {"out": config.heads * config.head_dim, "down": config.inner}
+        if config.mixer is not None:
+            inputs["mixer_out"] = config.mixer.width
+        count = sum(sum(linear.parts) * inputs.get(name, config.hidden) for name, linear in products)
         count += self._width * config.hidden
         return ModelSize(read + (0 if shared else table.nbytes), read, 2 * count)
 
@@ -170,18 +179,15 @@ class DecoderForestModel(BaseForestModel):
         """Return a model of the same weights with the first `each` layers of every kind, and a cache of its own."""
         config, weights, kinds = self.decoder.config, self.decoder.weights, Counter[Hashable]()
         chosen = []
-        for number, kind in enumerate(zip(config.windows, config.rotary, strict=True)):
+        for number, kind in enumerate(config.layer_kinds):
             kinds[kind] += 1
             if kinds[kind] <= each:
                 chosen.append(number)
-        few = replace(
-            config,
-            layers=len(chosen),
-            windows=tuple(config.windows[number] for number in chosen),
-            rotary=tuple(config.rotary[number] for number in chosen),
-        )
         layers = replace(weights, layers=[weights.layers[number] for number in chosen])
-        forest = DecoderForestModel(Decoder(few, layers, self.decoder.ops), self.name, self._settings)
+        decoder = Decoder(config.of_layers(chosen), layers, self.decoder.ops)
+        forest = DecoderForestModel(decoder, self.name, self._settings)
+        if self._states is not None:
+            forest.keep_recurrent_states_in(self._states.precision)
         forest.attention = self.attention
         return forest
 
@@ -190,7 +196,7 @@ class DecoderForestModel(BaseForestModel):
         self._watched = frozenset() if tap is None else frozenset(tap.layers)
 
     def leave_kernels(self) -> bool:
-        plain = self.ops.without(*LAYERS, reason="a kernel failed")
+        plain = self.ops.without(*LAYERS, *MIXERS[:-1], reason="a kernel failed")
         if self.attention is None and plain is self.ops:
             return False
         self.attention, self.decoder.ops = None, plain
@@ -204,6 +210,16 @@ class DecoderForestModel(BaseForestModel):
     def forget_programs(self) -> None:
         """Drop all programs, because the cache's memory or the weights have changed."""
         self._programs, self._arena, self._programs_of = {}, Arena(), self.generation
+
+    def keep_recurrent_states_in(self, precision: torch.dtype) -> None:
+        if self._states is not None:
+            self._states.keep_in(precision)
+
+    def _declare(self, states: RecurrentCache) -> None:
+        """Add the memory of all recurrent mixers to a cache."""
+        for number, layer in enumerate(self.decoder.weights.layers):
+            if layer.mixer is not None:
+                layer.mixer.declare(states, number, self.decoder.weights.dtype)
 
     @torch.no_grad()
     def plain(self, tokens: Tensor) -> Tensor:
@@ -222,22 +238,36 @@ class DecoderForestModel(BaseForestModel):
         angles = self._angles_at(places.expand(count, -1))
         slots = torch.arange(count * length, device=self._device)
         attention = LayerViews(views, self._kinds, self._scoring, lambda _: (planes[0], planes[1]))
-        inputs = LayerInputs(slots, angles, attention)
-        residual, branch, _ = decoder.layers(decoder.embed(tokens.to(self._device)), inputs)
+        inputs, running = LayerInputs(slots, angles, attention), contextlib.nullcontext()
+        if self._states is not None:
+            inputs.states, running = self._states_of_texts(places.expand(count, -1), ahead)
+        with running:
+            residual, branch, _ = decoder.layers(decoder.embed(tokens.to(self._device)), inputs)
         last, _ = decoder.finish(residual, branch)
         return self._fitted(decoder.logits(decoder.lm_head(last), last))
+
+    def _states_of_texts(self, places: Tensor, ahead: Tensor) -> tuple[RecurrentCache, Any]:
+        """Return a cache for whole texts, which are read as chains by tensor code, and what encloses that forward.
+        places: [B, T]. ahead: [T, T], how far the first place is behind the second."""
+        states, count = RecurrentCache(self._device, kernels=False), len(places)
+        states.keep_in(torch.float64)
+        self._declare(states)
+        states.reserve(count, places.shape[1] + 1, 1)
+        seen = (ahead >= 0).expand(count, -1, -1)
+        return states, states.running(ForestInput(places, places, places, seen, places, chain=True))
 
     def _run(self, batch: ForestInput, *, logits: bool) -> Tensor | None:
         decoder = self.decoder
         read = batch.chain and not logits and decoder.config.kinds == (None,)
         if read and prompt_kernel(self.ops, *self._form, self._scoring) is not None:
             batch = _without_padding(batch, self._cache.slots - 1)
-        self._cache.begin(batch.slots, batch.rows, batch.mask.shape[-1])
-        hidden = decoder.embed(self._ids_in_table(batch))
-        write = self._cache.under_way
-        assert write is not None
-        inputs = LayerInputs(write.flat, self._angles_at(batch.positions), self._attention(batch, "prefix"))
-        results = self._results(batch, hidden, inputs, logits)
+        with self._cache.running(batch):
+            hidden = decoder.embed(self._ids_in_table(batch))
+            write = self._cache.under_way
+            assert write is not None
+            attention = self._attention(batch, "prefix")
+            inputs = LayerInputs(write.flat, self._angles_at(batch.positions), attention, self._states)
+            results = self._results(batch, hidden, inputs, logits)
         if self._tap is not None:
             self._store_hidden_states([results.hidden_states[number] for number in self._tap.layers] or [results.last])
         return None if results.product is None else decoder.logits(results.product, results.last, batch.own_ids)
@@ -279,6 +309,7 @@ class DecoderForestModel(BaseForestModel):
                 inputs.slots.clone(),
                 [(cos.clone(), sin.clone()) for cos, sin in inputs.angles],
                 inputs.attention.copy(),
+                inputs.states,
             )
             first = hidden.clone()
             program, results = self._arena.record(self.ops.program, lambda: self._computed(first, places, logits))

@@ -12,10 +12,17 @@ import torch
 
 from dsbd_cli.errors import one_line
 from dsbd_cli.models.checkpoints.generation import positions_of
+from dsbd_cli.models.decoder import recurrent_families
 from dsbd_cli.models.decoder.config import DecoderConfig, Rotary
+from dsbd_cli.models.decoder.recurrent_families import (
+    RECURRENT_FAMILIES,
+    WITHOUT_ATTENTION,
+    UnfitError,
+    without_attention,
+)
 
 ACTIVATIONS = {"silu": False, "gelu_pytorch_tanh": True}  # activation -> whether it is gelu (in its form with tanh)
-ROTARY_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+ROTARY_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
 # Keys that a config declares and that do not change what a forward computes, or that are read below.
 KNOWN = frozenset(
     """
@@ -36,24 +43,22 @@ KNOWN = frozenset(
 )
 
 
-class _UnknownError(Exception):
-    """The config asks for something that is not known here."""
-
-
 def decoder_config_of(config: Any) -> DecoderConfig | str:
     """Return the DecoderConfig of a transformers (text) config, or the reason why there is none."""
     family = config.model_type
-    if family not in FAMILIES:
+    if family not in FAMILIES and family not in RECURRENT_FAMILIES:
         return f"{family} is no standard decoder that is known here"
     # a key that transformers' class does not declare changes nothing there
     declared, changed = type(config)().to_dict(), config.to_diff_dict()
     stated = {key for key in changed if key in declared and key[0] != "_" and not _idle(changed[key])}
-    strange = sorted(stated - KNOWN)
+    strange = sorted(stated - KNOWN - recurrent_families.KNOWN)
     if strange:
         return f"its config says {strange[0]} = {changed[strange[0]]!r}, which is not known here"
     try:
-        return DecoderConfig(**{**_common(config), **FAMILIES[family](config)})
-    except _UnknownError as error:
+        common = without_attention(config) if family in WITHOUT_ATTENTION else _common(config)
+        own = RECURRENT_FAMILIES[family](config, common) if family in RECURRENT_FAMILIES else FAMILIES[family](config)
+        return DecoderConfig(**{**common, **own})
+    except UnfitError as error:
         return str(error)
     except Exception as error:  # settings of wrong types, for transformers to refuse
         return f"its config cannot be read ({type(error).__name__}: {one_line(error)})"
@@ -69,17 +74,26 @@ def _common(config: Any) -> dict[str, Any]:
     heads, layers = config.num_attention_heads, config.num_hidden_layers
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
+    recurrent = config.model_type in RECURRENT_FAMILIES
+    if activation is None and recurrent:  # LFM2 has no other
+        activation = "silu"
     if activation not in ACTIVATIONS:
-        raise _UnknownError(f"its activation is {activation}, which is not known here")
+        raise UnfitError(f"its activation is {activation}, which is not known here")
     if getattr(config, "use_bidirectional_attention", None):
-        raise _UnknownError("its attention looks at later tokens")
+        raise UnfitError("its attention looks at later tokens")
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = getattr(config, "layer_types", None)
-    if kinds is not None and not set(kinds) <= {"full_attention", "sliding_attention"}:
-        raise _UnknownError(f"it has {sorted(set(kinds) - {'full_attention', 'sliding_attention'})[0]} layers")
+    strange = set(kinds or ()) - {"full_attention", "sliding_attention"}
+    if recurrent:
+        strange -= recurrent_families.KINDS
+    if strange:
+        raise UnfitError(f"it has {sorted(strange)[0]} layers")
     named = sorted(key for key in rope if isinstance(rope[key], Mapping))  # parameters of each kind of layer
-    rotaries = tuple(_rotary(config, rope[key], dim, key) for key in named) or (_rotary(config, rope, dim, None),)
-    rotary = tuple(named.index(kinds[layer]) if named and kinds else 0 for layer in range(layers))
+    rotaries = tuple(_rotary(config, rope[key], dim, key) for key in named)
+    if recurrent and rope.get("rope_theta") is None:  # OLMo hybrid and Granite do not rotate then
+        rotaries = rotaries or (Rotary(None),)
+    rotaries = rotaries or (_rotary(config, rope, dim, None),)
+    rotary = tuple(named.index(kinds[layer]) if kinds and kinds[layer] in named else 0 for layer in range(layers))
     window = getattr(config, "sliding_window", None)
     if getattr(config, "use_sliding_window", None) is False:
         window = None
@@ -92,7 +106,7 @@ def _common(config: Any) -> dict[str, Any]:
         "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
         "head_dim": dim,
         "vocabulary": config.vocab_size,
-        "eps": config.rms_norm_eps,
+        "eps": config.norm_eps if hasattr(config, "norm_eps") else config.rms_norm_eps,
         "windows": tuple(window if slide else None for slide in slides),
         "rotaries": rotaries,
         "rotary": rotary,
@@ -107,14 +121,14 @@ def _rotary(config: Any, parameters: Mapping[str, Any], dim: int, kind: str | No
     """Read the rotary parameters of one kind of layer. kind: its name; None where all layers are alike."""
     way = parameters.get("rope_type", "default")
     if way not in ROTARY_TYPES:
-        raise _UnknownError(f"its rotary positions are {way}, which is not known here")
+        raise UnfitError(f"its rotary positions are {way}, which is not known here")
     rotated = int(dim * (parameters.get("partial_rotary_factor") or 1.0))
     if rotated % 2 or (rotated != dim and dim % 2) or not 0 < rotated <= dim:
-        raise _UnknownError(f"it rotates {rotated} of {dim} numbers of a head")
+        raise UnfitError(f"it rotates {rotated} of {dim} numbers of a head")
     if way == "default":
         theta = parameters.get("rope_theta")
         if theta is None:
-            raise _UnknownError("its rotary base is missing")
+            raise UnfitError("its rotary base is missing")
         inverse = 1.0 / (theta ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated))
         return Rotary(tuple(inverse.tolist()), 1.0, rotated)
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS

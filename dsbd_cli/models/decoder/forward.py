@@ -19,6 +19,7 @@ from dsbd_cli.models.attention.views import LayerViews
 from dsbd_cli.models.decoder.config import DecoderConfig
 from dsbd_cli.models.decoder.own_rows import OwnRows
 from dsbd_cli.models.decoder.weights import DecoderWeights, LayerWeights, PlainLinear
+from dsbd_cli.models.recurrent.states import RecurrentCache
 from dsbd_cli.ops import recording
 from dsbd_cli.ops.interface import Ops
 from dsbd_cli.ops.quantized_weight import QuantizedWeight
@@ -31,11 +32,13 @@ class LayerInputs:
 
     slots: [m] int64 flat indices, row * S + slot, of the planes: where keys and values are written. angles: cosines and
     sines [R, n, E], for each kind of rotary positions. attention: what the nodes see, and the planes of the layers.
+    states: the cache that holds the memory of recurrent mixers; None without them.
     """
 
     slots: Tensor
     angles: Sequence[tuple[Tensor, Tensor]]
     attention: LayerViews
+    states: RecurrentCache | None = None
 
 
 class Decoder:
@@ -53,9 +56,10 @@ class Decoder:
         field."""
         weights = self.weights
         products: list[tuple[str, Any, str]] = [
-            (f"{number}.{name}", layer, name)
+            (f"{number}.{name}", owner, field)
             for number, layer in enumerate(weights.layers)
-            for name, _ in layer.linears
+            for name, owner, field in layer.products
+            if isinstance(getattr(owner, field), PlainLinear)
         ]
         # first the largest, so that packing it, which takes memory for a while, finds the most memory free
         return [("lm_head", weights, "lm_head"), *products] if isinstance(weights.lm_head, PlainLinear) else products
@@ -81,10 +85,10 @@ class Decoder:
             x, residual = self._enter(layer.input_norm, residual, branch)
             if number in watched:
                 copies[number] = recording.copy(residual)
-            branch = self._leave(layer.attention_norm, self._attention(number, layer, x, inputs))
-            x, residual = self._enter(layer.mlp_norm, residual, branch)
-            gated = self.ops.gated(layer.gate_up.compute(x), self.config.gelu)
-            branch = self._leave(layer.output_norm, layer.down.compute(gated))
+            branch = self._leave(layer.attention_norm, self._mixed(number, layer, x, inputs))
+            if layer.gate_up is not None:
+                x, residual = self._enter(layer.mlp_norm, residual, branch)
+                branch = self._leave(layer.output_norm, self._mlp(layer, x))
         assert branch is not None
         if (count := self.config.layers) in watched:
             last = residual, branch
@@ -115,16 +119,44 @@ class Decoder:
             logits[..., -own_ids.shape[1] :].masked_fill_(absent.unsqueeze(1), float("-inf"))
         return logits
 
+    def _mixed(self, number: int, layer: LayerWeights, x: Tensor, inputs: LayerInputs) -> Tensor:
+        """Run a layer's attention, its recurrent mixer, or both side by side. Return the output [R, n, H]."""
+        if layer.mixer is None:
+            return self._attention(number, layer, x, inputs)
+        assert inputs.states is not None
+        mixed = layer.mixer.compute(x, inputs.states, number, self.ops)
+        if layer.qkv is None:
+            return mixed
+        attended, (left, right) = self._attention(number, layer, x, inputs), self.config.mixer_scales
+        return recording.compute(lambda: mixed * left + attended * right)
+
+    def _mlp(self, layer: LayerWeights, x: Tensor) -> Tensor:
+        """Run a layer's MLP. Return the output [R, n, H]."""
+        assert layer.gate_up is not None
+        assert layer.down is not None
+        product, (inner, outer) = layer.gate_up.compute(x), self.config.mlp_scales
+        gate_up = product if inner == 1 else recording.compute(lambda: _first_half_scaled(product, inner))
+        down = layer.down.compute(self.ops.gated(gate_up, self.config.gelu))
+        return down if outer == 1 else recording.compute(lambda: down * outer)
+
     def _attention(self, number: int, layer: LayerWeights, x: Tensor, inputs: LayerInputs) -> Tensor:
         """Run a layer's attention: write keys and values to the planes and return the output [R, n, H]."""
         config, norms = self.config, layer.head_norms
+        assert layer.qkv is not None
+        assert layer.out is not None
         keys, values = inputs.attention.planes(number)
-        qkv = layer.qkv.compute(x)
+        qkv, parts = layer.qkv.compute(x), layer.qkv.parts
+        gate = None
+        if config.output_gate is not None:
+            width = sum(parts[:3])
+            qkv, gate, parts = qkv[..., :width], qkv[..., width:], parts[:3]
         if norms is not None and config.norms_over_all_heads:
-            qkv, norms = self._wide_norms(norms, layer.qkv.parts, qkv), None
+            qkv, norms = self._wide_norms(norms, parts, qkv), None
         cos, sin = inputs.angles[config.rotary[number]]
         query = self.ops.rotate(qkv, cos, sin, inputs.slots, keys, values, norms=norms)
         attended = self.ops.attend(number, query, inputs.attention)
+        if gate is not None:
+            attended = self.ops.output_gate(attended, gate)
         return layer.out.compute(attended.flatten(2))
 
     def _enter(self, norm: Norm | None, residual: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -156,3 +188,9 @@ class Decoder:
             return torch.cat((*normed_parts, value), -1)
 
         return recording.compute(normed)
+
+
+def _first_half_scaled(x: Tensor, scale: float) -> Tensor:
+    """Return x [..., 2 I] with its first half multiplied by a factor."""
+    first, second = x.chunk(2, -1)
+    return torch.cat((first * scale, second), -1)

@@ -29,7 +29,7 @@ from dsbd_cli.models.decoder.weights import read_weights
 from dsbd_cli.models.forest_model import calibration_tokens
 from dsbd_cli.ops.interface import Ops
 from dsbd_cli.ops.quantized_weight import QuantizedWeight
-from dsbd_cli.ops.select import DECODER, ops_for, quantize_missing
+from dsbd_cli.ops.select import DECODER, MIXERS, ops_for, quantize_missing
 
 TOKENS = 24  # of a text that is compared with transformers
 SEED = 20  # of its random tokens
@@ -165,9 +165,7 @@ def first_part(parts: DecoderParts, layers: int, vocabulary: int) -> DecoderPart
     for name in ("model.embed_tokens.weight", "embed_tokens.weight", "lm_head.weight"):
         if name in tensors:
             tensors[name] = partial(_first_rows, tensors[name], rows)
-    few = replace(
-        config, layers=layers, vocabulary=vocabulary, windows=config.windows[:layers], rotary=config.rotary[:layers]
-    )
+    few = replace(config.of_layers(range(layers)), vocabulary=vocabulary)
     return replace(parts, config=few, tensors=tensors, lm_head=None)
 
 
@@ -178,7 +176,7 @@ def _first_rows(read: Callable[[], Any], rows: Tensor) -> Any:
 
 def layers_of_each_kind(config: DecoderConfig, least: int) -> int:
     """Return the number of layers, from the first on, among which every kind of layer is, `least` or more."""
-    kinds = [*zip(config.windows, config.rotary, strict=True)]
+    kinds = config.layer_kinds
     return max(least, *(kinds.index(kind) + 1 for kind in set(kinds)))
 
 
@@ -189,5 +187,6 @@ def decoder_ops(
     widths = {decoder_config.hidden, decoder_config.inner, decoder_config.head_dim // 2}
     if decoder_config.norms_over_all_heads:
         widths |= {decoder_config.heads * decoder_config.head_dim, decoder_config.kv_heads * decoder_config.head_dim}
-    ops = ops_for(device, dtype, DECODER, widths=frozenset(widths), kernels=None if kernels else False)
+    wanted = DECODER if decoder_config.mixer is None else (*DECODER, *MIXERS)
+    ops = ops_for(device, dtype, wanted, widths=frozenset(widths), kernels=None if kernels else False)
     return ops.without(*(set(ops.by("triton")) - kernels))
