@@ -8,7 +8,7 @@ and one scatter move the slots of all of them. A layer sees its own keys as a vi
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -186,10 +186,11 @@ class KVCache:
             self._grow(layout)
         self._bind()
 
-    def learn_all(self, layers: Sequence[tuple[PlaneLayout, PlaneLayout]]) -> None:
-        """Record the shapes of the keys and values of all layers, before any memory is allocated."""
+    def learn_all(self, layers: Mapping[int, tuple[PlaneLayout, PlaneLayout]]) -> None:
+        """Record the shapes of the keys and values of all layers that attend, by number, before any memory is
+        allocated."""
         assert not self.slots
-        self._plane_layouts = {(number, side): pair[side] for number, pair in enumerate(layers) for side in (0, 1)}
+        self._plane_layouts = {(number, side): pair[side] for number, pair in layers.items() for side in (0, 1)}
 
     def add_hidden_states(self, layout: PlaneLayout) -> None:
         """Add one more vector to each slot: a state, which is moved and copied with the slot's keys and values."""

@@ -292,6 +292,7 @@ class _DecoderLoad:
             self._kept = None  # kernels that served the checks cannot be loaded now, or the other way round
         if "linear" in kernels:
             model.attention = _attention(model, exact=True)
+        model.keep_recurrent_states_in(torch.float64 if self._asked_invariant else torch.float32)
         try:
             if self._kept is not None:
                 pack(model, self._checkpoint.spec, self._kept.get("outliers"), self._checkpoint.stored_form)
@@ -308,6 +309,8 @@ class _DecoderLoad:
         if self._asked_invariant and verdict.varies is not None and self._device.type == "cuda" and kernels:
             notes += _try_split_attention(model)
         notes += model.trust(verdict.varies, verdict.copies)
+        if not model.invariant:
+            model.keep_recurrent_states_in(torch.float32)
         spec, form = self._checkpoint.spec, self._checkpoint.stored_form
         if form is not None and spec.quantize is None and model.stored_form is None:
             why = quantize_missing("stored", model.weights_dtype) or "no large product is quantised"

@@ -106,6 +106,11 @@ class Ops:
         norm: takes a norm, x [..., H] and a tensor that is added to it first; returns the normalised sum and the sum
             [..., H].
         gated: takes gates and values side by side [..., 2 I]; returns [..., I].
+        output_gate: takes attention [R, n, Q, E] and a gate [R, n, Q E or Q]; returns attention [R, n, Q, E] times
+            the gate's sigmoid.
+        gated_norm: takes a norm or None, x and a gate [..., H], and the number of groups; returns [..., H].
+        delta_inputs: takes what the products of a delta mixer give; returns queries, keys, log-decays and betas.
+        step_sizes: takes steps [R, n, H] of a Mamba-2 mixer; returns step sizes and log-decays [R, n, H].
         rotate: takes queries, keys and values side by side [R, n, (Q + 2 K) E]; returns the queries [R, Q, n, E] and
             writes keys and values to their slots.
         experts: a module. `route` chooses the experts of tokens, `spread` returns the rows of the experts, `combine`
@@ -140,6 +145,10 @@ class Ops:
 
     norm: Callable[..., tuple[Tensor, Tensor]] = reference.norm
     gated: Callable[..., Tensor] = reference.gated
+    output_gate: Callable[[Tensor, Tensor], Tensor] = reference.output_gate
+    gated_norm: Callable[..., Tensor] = reference.gated_norm
+    delta_inputs: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] = reference.delta_inputs
+    step_sizes: Callable[..., tuple[Tensor, Tensor]] = reference.step_sizes
     rotate: Callable[..., Tensor] = reference.rotate
     experts: ModuleType = reference
     program: Loop | None = None

@@ -113,6 +113,12 @@ class Program:
         self._steps.append(step)
         return cast(Results, buffers[0] if isinstance(results, Tensor) else tuple(buffers))
 
+    def postpone(self, shape: tuple[int, ...], dtype: torch.dtype, function: Callable[[], Tensor]) -> Tensor:
+        self.close()
+        buffer = self.empty(*shape, dtype=dtype)
+        self._steps.append(lambda: buffer.copy_(function()))
+        return buffer
+
     def copy(self, value: Tensor) -> Tensor:
         self.close()
         buffer = torch.empty(value.shape, dtype=value.dtype)
@@ -193,6 +199,13 @@ def compute(function: Callable[[], Results]) -> Results:
         return function()
     with _recording(None):
         return program.compute(function)
+
+
+def postpone(shape: tuple[int, ...], dtype: torch.dtype, function: Callable[[], Tensor]) -> Tensor:
+    """Call a function that changes states, and return its result, which has this shape and dtype. While a program is
+    built it is not called."""
+    program = _thread.program
+    return function() if program is None else program.postpone(shape, dtype, function)
 
 
 def copy(value: Tensor) -> Tensor:

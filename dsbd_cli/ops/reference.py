@@ -82,6 +82,72 @@ def gated(gate_up: Tensor, gelu: bool, clamped: ClampedGLU | None = None) -> Ten
     return recording.compute(compute)
 
 
+def output_gate(attended: Tensor, gate: Tensor) -> Tensor:
+    """Return attention [R, n, Q, E] times the sigmoid of a gate: [R, n, Q E], a factor for each number, or [R, n, Q],
+    one for each head."""
+
+    def compute() -> Tensor:
+        factors = gate.sigmoid().unflatten(-1, (attended.shape[2], -1))
+        return attended * factors
+
+    return recording.compute(compute)
+
+
+def gated_norm(rms: Norm | None, x: Tensor, gate: Tensor, groups: int, gate_first: bool) -> Tensor:
+    """Return x [..., H] normalised in `groups` groups and multiplied by silu of a gate [..., H]. rms: has a weight [H];
+    None: there is no norm. gate_first: the product comes before the norm."""
+
+    def compute() -> Tensor:
+        y, factor = x.to(torch.float32), nn.functional.silu(gate.to(torch.float32))
+        if gate_first or rms is None:
+            y = y * factor
+        if rms is not None:
+            y = y.unflatten(-1, (groups, -1))
+            y = (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + rms.eps)).flatten(-2)
+            y = rms.weight * y.to(x.dtype)
+            if not gate_first:
+                y = y * factor
+        return y.to(x.dtype)
+
+    return recording.compute(compute)
+
+
+def delta_inputs(
+    x: Tensor, betas: Tensor, steps: Tensor, decay: Tensor, bias: Tensor, groups: int, dim: int, factor: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return what the gated delta rule takes beside its values: queries and keys [R, n, G, N] of length 1, queries
+    divided by the root of N; log-decays and betas [R, n, H]. All are float32.
+
+    x [R, n, C]: queries and keys [R, n, 2 G N] come first. betas, steps: [R, n, H], before sigmoid and softplus. decay:
+    [H], of a step of size 1. bias: [H], added to steps. groups, dim: G and N. factor: of the betas. Sums and
+    exponentials are computed in float64, so that their order does not show.
+    """
+
+    def compute() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        heads = x[..., : 2 * groups * dim].unflatten(-1, (2, groups, dim)).to(torch.float64)
+        heads = heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + 1e-6)
+        query, key = heads[..., 0, :, :] * dim**-0.5, heads[..., 1, :, :]
+        decays, beta = decay * _softplus(steps + bias), betas.to(torch.float64).sigmoid().float() * factor
+        return query.float().contiguous(), key.float().contiguous(), decays, beta
+
+    return recording.compute(compute)
+
+
+def step_sizes(steps: Tensor, decay: Tensor, bias: Tensor, limits: tuple[float, float]) -> tuple[Tensor, Tensor]:
+    """Return the step sizes of a Mamba-2 scan and its log-decays, [R, n, H] float32 each. steps: [R, n, H], before
+    softplus. decay, bias: as in `delta_inputs`. limits: least and largest size."""
+
+    def compute() -> tuple[Tensor, Tensor]:
+        sizes = _softplus(steps + bias).clamp(*limits)
+        return sizes, decay * sizes
+
+    return recording.compute(compute)
+
+
+def _softplus(x: Tensor) -> Tensor:
+    return nn.functional.softplus(x.to(torch.float64)).to(torch.float32)
+
+
 def rotate(
     qkv: Tensor,
     cos: Tensor,

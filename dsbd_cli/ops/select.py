@@ -38,6 +38,7 @@ from dsbd_cli.ops.triton import available
 from dsbd_cli.ops.triton.trial import faults
 
 LAYERS = ("norm", "gated", "rotate", "program")
+MIXERS = ("output_gate", "gated_norm", "delta_inputs", "step_sizes", "scan")  # of a decoder with recurrent layers
 MODEL = ("linear", "path_attention", "prompt_attention", "log_total")
 DECODER = (*LAYERS, *MODEL)
 EXPERTS = ("experts",)  # of a decoder with mixtures
@@ -195,6 +196,10 @@ TABLE = (
     Kernel("gated", layer.gated, layer.compiled, _LAYERS, dtypes=FLOATS, step=layer.STEP),
     Kernel("experts", experts, experts.compiled, "torch chooses experts", dtypes=FLOATS, step=layer.STEP),
     Kernel("rotate", layer.rotate, layer.compiled, _LAYERS, dtypes=FLOATS, step=layer.STEP),
+    Kernel("output_gate", layer.output_gate, layer.compiled, _LAYERS, dtypes=FLOATS, step=layer.STEP),
+    Kernel("gated_norm", layer.gated_norm, layer.compiled, _LAYERS, dtypes=FLOATS, step=layer.STEP),
+    Kernel("delta_inputs", layer.delta_inputs, layer.compiled, _LAYERS),
+    Kernel("step_sizes", layer.step_sizes, layer.compiled, _LAYERS),
     Kernel("program", program.loop, program.compiled, "layers are called one by one", dtypes=FLOATS, step=layer.STEP,
            beside=("norm", "")),
     _LINEAR("linear", linear.CompiledLinear, dtypes=F32, weights="plain", reason=_LINES),

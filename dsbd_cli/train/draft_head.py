@@ -380,10 +380,12 @@ def _ends(reader: WeightReader) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _copy_layer(layer: Any, reader: WeightReader) -> None:
-    """Copy the target's last layer, which reads states and no tokens. Weights for the embeddings begin as zeros."""
-    last = reader.layer(reader.config.layers - 1)
+    """Copy the target's last layer with attention, which reads states and no tokens. Weights for the embeddings begin
+    as zeros."""
+    config = reader.config
+    last = reader.layer(max(number for number in range(config.layers) if config.attends(number)))
     linears = dict(last.linears)
-    for name, weight in zip("qkv", linears["qkv"].weights, strict=True):
+    for name, weight in zip("qkv", linears["qkv"].weights[:3], strict=True):
         layer.self_attn[f"{name}_proj"].weight.copy_(torch.cat((torch.zeros_like(weight), weight), 1))
     layer.self_attn["o_proj"].weight.copy_(linears["out"].weights[0])
     layer.mlp["down_proj"].weight.copy_(linears["down"].weights[0])

@@ -52,6 +52,17 @@ GROUPS = {
     "routed_scaling_factor": 1.5, "n_routed_experts": 8,
 }  # fmt: skip
 
+RECURRENT = ["linear_attention", "full_attention", "linear_attention"]
+DELTA = {
+    "layer_types": RECURRENT, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32, "linear_conv_kernel_dim": 4,
+}  # fmt: skip
+MAMBA = {
+    "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_d_conv": 4,
+    "mamba_expand": 2, "mamba_chunk_size": 8,
+}  # fmt: skip
+CONVOLUTION = {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 32}
+
 # name -> (config class, settings)
 DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", BASE),
@@ -185,6 +196,101 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
         "HunYuanDenseV1Config",
         {**BASE, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 100.0, "factor": 1.0}},
     ),
+    "qwen3.5": ("Qwen3_5TextConfig", {**BASE, **DELTA, "attention_bias": True}),
+    "olmo hybrid": ("OlmoHybridConfig", {**WITHOUT_DIM, **DELTA, "rope_parameters": None}),
+    "olmo hybrid rotary": ("OlmoHybridConfig", {**WITHOUT_DIM, **DELTA, "linear_allow_neg_eigval": False}),
+    "mamba2": (
+        "Mamba2Config",
+        {
+            **{name: BASE[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "pad_token_id")},
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "num_heads": 4,
+            "head_dim": 32,
+            "state_size": 16,
+            "n_groups": 2,
+            "expand": 2,
+            "chunk_size": 8,
+        },
+    ),
+    "bamba": ("BambaConfig", {**WITHOUT_DIM, **MAMBA, "attn_layer_indices": [1], "mamba_proj_bias": True}),
+    "falcon-h1": (
+        "FalconH1Config",
+        {
+            **BASE,
+            **MAMBA,
+            "mamba_d_ssm": 128,
+            "mamba_n_heads": 4,
+            "key_multiplier": 0.5,
+            "ssm_in_multiplier": 1.5,
+            "ssm_multipliers": [0.5, 1.25, 0.75, 1.5, 0.8],
+            "ssm_out_multiplier": 0.7,
+            "lm_head_multiplier": 0.5,
+            "attention_in_multiplier": 1.25,
+            "attention_out_multiplier": 0.6,
+            "mlp_multipliers": [0.8, 1.2],
+            "embedding_multiplier": 2.0,
+        },
+    ),
+    "falcon-h1 norm": (
+        "FalconH1Config",
+        {**BASE, **MAMBA, "mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_rms_norm": True},
+    ),
+    "falcon-h1 norm behind": (
+        "FalconH1Config",
+        {
+            **BASE,
+            **MAMBA,
+            "mamba_d_ssm": 128,
+            "mamba_n_heads": 4,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+        },
+    ),
+    "granite hybrid": (
+        "GraniteMoeHybridConfig",
+        {
+            **WITHOUT_DIM,
+            **MAMBA,
+            "layer_types": RECURRENT,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 64,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.5,
+            "attention_multiplier": 0.25,
+            "logits_scaling": 2.0,
+        },
+    ),
+    "granite hybrid attention": (
+        "GraniteMoeHybridConfig",
+        {
+            **WITHOUT_DIM,
+            "layer_types": ["full_attention"] * 3,
+            "num_local_experts": 0,
+            "position_embedding_type": "rope",
+            "shared_intermediate_size": 64,
+            "attention_multiplier": 0.25,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 32,
+        },
+    ),
+    "lfm3": (
+        "Lfm3Config",
+        {**BASE, "layer_types": ["conv", *KINDS[:2]], "sliding_window": 4},
+    ),
+    "lfm3 plain": (
+        "Lfm3Config",
+        {
+            **BASE,
+            "layer_types": ["conv", *KINDS[:2]],
+            "sliding_window": 4,
+            "use_sandwich_norm": False,
+            "use_attention_gate": False,
+            "conv_L_cache": 3,
+        },
+    ),
+    "lfm2": ("Lfm2Config", {**WITHOUT_DIM, **CONVOLUTION}),
+    "lfm2 biases": ("Lfm2Config", {**WITHOUT_DIM, **CONVOLUTION, "conv_bias": True, "conv_L_cache": 4}),
 }
 
 
@@ -214,7 +320,7 @@ def first_layers(model: Any, count: int) -> Any:
     config = deepcopy(model.config)
     config.num_hidden_layers = count
     for name in ("layer_types", "no_rope_layers", "mlp_layer_types"):
-        if getattr(config, name, None) is not None:
+        if vars(config).get(name) is not None:
             setattr(config, name, getattr(config, name)[:count])
     small: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     state = model.state_dict()

@@ -61,14 +61,11 @@ from tests.models.decoders import DECODERS, V, build_decoder, first_layers, save
 ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="forwards of these tests run on the CPU")
 KERNELS = pytest.mark.skipif(not serves("norm"), reason="kernels of numba do not run here")
 NARROW_HEADS = "llama small head"  # kernels take half heads of 16
+# in bfloat16 their angles, or the residual stream, stay float32
 FLOAT_ANGLES = (
-    "olmo2",
-    "olmo3",
-    "flex olmo",
-    "helium",
-    "ernie4.5",
-    "ernie4.5 moe",
-)  # in bfloat16 their angles stay float32
+    *("olmo2", "olmo3", "flex olmo", "helium", "ernie4.5", "ernie4.5 moe"),
+    *("olmo hybrid", "olmo hybrid rotary", "lfm3", "lfm3 plain", "mamba2"),
+)
 
 
 def spec_for(folder: Path, role: Any = "target", dtype: str = "float32", **more: Any) -> ModelSpec:
@@ -121,9 +118,9 @@ def test_every_family_is_transformers(name: str, loaded: Loads) -> None:
         assert apart(forest.plain(ids), theirs(input_ids=ids, use_cache=False).logits) <= 2e-6
     assert self_test(forest).largest_error <= 1e-4
     assert forest.invariant, forest.varies
-    assert forest.copies_prefixes
+    assert forest.copies_prefixes == (forest.decoder.config.mixer is None)
     assert forest.architecture == type(theirs).__name__
-    assert forest.max_positions == 512
+    assert forest.max_positions == (None if name == "mamba2" else 512)
     assert forest.switch_position == (256 if name == "phi3 longrope" else None)
     assert ("norm" in forest.ops.by("numba")) == (serves("norm") and name != NARROW_HEADS)
 
@@ -157,17 +154,20 @@ def test_beams_and_scores_are_those_of_transformers(name: str, loaded: Loads) ->
     """Rule `search`, without a draft and with one of the first layers: all beams, in order, with their scores."""
     (target, theirs), (draft, _) = loaded(name), loaded(name, 2)
     beams, ends, new = 4, list(range(2, 10)), 10
-    longest = max(map(len, PROMPTS))
-    padded = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in PROMPTS])
-    out = theirs.generate(
-        padded, attention_mask=(padded > 0).long(), do_sample=False, num_beams=beams, num_return_sequences=beams,
-        max_new_tokens=new, eos_token_id=ends, pad_token_id=0, return_dict_in_generate=True, output_scores=True,
-        early_stopping=False, length_penalty=1.0,
-    )  # fmt: skip
-    rows = [until(row, ends) for row in out.sequences[:, longest:].tolist()]
-    wanted = [
-        (rows[at : at + beams], out.sequences_scores[at : at + beams].tolist()) for at in range(0, len(rows), beams)
-    ]
+    together = [PROMPTS] if target.decoder.config.mixer is None else [[prompt] for prompt in PROMPTS]
+    wanted: list[tuple[list[list[int]], list[float]]] = []
+    for prompts in together:  # a convolution with a bias reads padding
+        longest = max(map(len, prompts))
+        padded = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+        out = theirs.generate(
+            padded, attention_mask=(padded > 0).long(), do_sample=False, num_beams=beams, num_return_sequences=beams,
+            max_new_tokens=new, eos_token_id=ends, pad_token_id=0, return_dict_in_generate=True, output_scores=True,
+            early_stopping=False, length_penalty=1.0,
+        )  # fmt: skip
+        rows = [until(row, ends) for row in out.sequences[:, longest:].tolist()]
+        wanted += [
+            (rows[at : at + beams], out.sequences_scores[at : at + beams].tolist()) for at in range(0, len(rows), beams)
+        ]
     for drafter, depth in ((None, 0), (draft, 3)):
         method = MethodConfig(rule="search", num_beams=beams, depth=depth, drafts_per_layer=2 * beams)
         engine = Engine(target, drafter, NumberCodec(V, tuple(ends)), method, batch_size=3)
@@ -189,11 +189,15 @@ def test_hidden_states_are_those_of_transformers(name: str, programs: bool, load
     """After no, one and all layers; the last one before its norm, which transformers has normalised."""
     ours, theirs = loaded(name)
     last: list[Tensor] = []
-    hook = theirs.model.norm.register_forward_pre_hook(lambda module, inputs: last.append(inputs[0]))
+    norms = ("norm", "embedding_norm", "final_layernorm", "norm_f")  # the last one by its name in transformers
+    norm = next(filter(None, (getattr(theirs.base_model, name, None) for name in norms)))
+    hook = norm.register_forward_pre_hook(lambda module, inputs: last.append(inputs[0]))
     ids = tokens(1, 12)
     with torch.inference_mode():
         wanted = theirs(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
     hook.remove()
+    if name == "mamba2":  # which leaves out the embeddings
+        wanted = (theirs.get_input_embeddings()(ids), *wanted)
     forest = DecoderForestModel(ours.decoder, name, ours.settings)
     taken: list[Tensor] = []
 

@@ -8,7 +8,7 @@ Letters: R rows, n nodes, m queries of a kv head, Q query heads, K kv heads, E h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -104,12 +104,12 @@ def prompt_kernel(ops: Ops, query: Tensor, key: Tensor, value: Tensor, scoring: 
 class LayerViews:
     """Views of a forward of our own decoder, one for each kind of layers: the batch of `Ops.attend`.
 
-    kinds: of each layer, the number of its view. scoring: of each layer. planes: returns keys and values [R', S', K, E]
-    of a layer.
+    kinds: numbers of views, by layer that attends. scoring: of each layer. planes: returns keys and values
+    [R', S', K, E] of a layer.
     """
 
     views: Sequence[View]
-    kinds: Sequence[int]
+    kinds: Mapping[int, int]
     scoring: Sequence[Scoring]
     planes: Callable[[int], tuple[Tensor, Tensor]]
 

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+PAIRS = ("mixer_scales", "mlp_scales")
+Mixing = Literal["attention", "recurrent", "both"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,59 @@ class MixtureConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class MixerConfig:
+    """The recurrent mixers of a decoder in numbers. They are alike in all layers that have one.
+
+    Attributes:
+        kind: `delta`: a short convolution and the gated delta rule. `convolution`: a gated short convolution alone.
+            `mamba2`: a short convolution and a Mamba-2 scan.
+        prefix, output, convolution, norm: names of its tensors in a layer.
+        inputs: names of the products of its input, in the order of their parts (mixers.py), and the outputs of each.
+        taps: J of the convolution. channels: C of a `convolution`.
+        groups, heads, key_dim, value_dim: G, H, N and P of the state (models/recurrent/states.py).
+        eps, norm_groups: of the gated norm.
+        bias, out_bias, conv_bias: which products, and whether the convolution, have a bias.
+        beta: factor of the delta rule's beta.
+        limits: least and largest step size of a Mamba-2 scan.
+        gate: what a Mamba-2 scan's output goes through: `norm`: gate, then norm of each group; `norm first`: norm, then
+            gate; `plain`: gate alone.
+        scales: factors of the products' parts: gate, x, B, C and step sizes of Mamba-2; empty for none.
+    """
+
+    kind: Literal["delta", "convolution", "mamba2"]
+    taps: int
+    prefix: str
+    inputs: tuple[tuple[str, int], ...]
+    output: str = "out_proj"
+    convolution: str = "conv1d"
+    norm: str = "norm"
+    channels: int = 0
+    groups: int = 0
+    heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+    eps: float = 1e-6
+    norm_groups: int = 1
+    bias: bool = False
+    out_bias: bool = False
+    conv_bias: bool = False
+    beta: float = 1.0
+    limits: tuple[float, float] = (0.0, float("inf"))
+    gate: Literal["norm", "norm first", "plain"] = "norm"
+    scales: tuple[float, ...] = ()
+
+    @property
+    def width(self) -> int:
+        """Width of the output of a scan, H * P; C of a `convolution`."""
+        return self.channels or self.heads * self.value_dim
+
+    @property
+    def convolved(self) -> int:
+        """C, channels of the convolution."""
+        return self.channels or self.width + 2 * self.groups * self.key_dim
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderConfig:
     """A standard decoder in numbers.
 
@@ -111,8 +167,17 @@ class DecoderConfig:
         positions: number of positions that the model was made for; None where it is unbounded.
         switch_position: most tokens of a text with `frequencies` of a Rotary that also has `long`; None where none has.
         sinks: each head of attention has a score that takes weight and has no value.
-        wide_rotary: angles and norms stay float32 where the rest is bfloat16, which our kernels do not do.
+        wide_rotary: angles, norms or the residual stream stay float32 where the rest is bfloat16, which our kernels do
+            not do.
         mixture: of experts; None without one. mixtures: per layer, whether it has the mixture; empty without one.
+        mixers: per layer, how tokens are mixed: by attention, by a recurrent mixer, or by both side by side; empty: all
+            layers by attention.
+        mixer: the recurrent mixers; None where no layer has one.
+        output_gate: what a sigmoid gate multiplies the output of attention by: `channels`: a factor for each number,
+            from the product of the queries; `heads`: one for each head, from a product of its own. None: there is none.
+        has_mlp: layers have an MLP.
+        mixer_scales: factors of the outputs of the recurrent mixer and of attention, where they are side by side.
+        mlp_scales: factors of the gate, before its activation, and of the output.
     """
 
     hidden: int
@@ -154,6 +219,12 @@ class DecoderConfig:
     wide_rotary: bool = False
     mixture: MixtureConfig | None = None
     mixtures: tuple[bool, ...] = ()
+    mixers: tuple[Mixing, ...] = ()
+    mixer: MixerConfig | None = None
+    output_gate: Literal["channels", "heads"] | None = None
+    has_mlp: bool = True
+    mixer_scales: tuple[float, float] = (1.0, 1.0)
+    mlp_scales: tuple[float, float] = (1.0, 1.0)
 
     @classmethod
     def from_json(cls, fields_of_config: Mapping[str, Any]) -> DecoderConfig:
@@ -164,29 +235,48 @@ class DecoderConfig:
                 key: tuple(value) if isinstance(value, list) else value for key, value in rotary.items()
             }
             rotaries.append(Rotary(**own))
-        lists: dict[str, Any] = {name: tuple(fields_of_config[name]) for name in ("windows", "rotary", "mixtures")}
+        names = ("windows", "rotary", "mixtures", "mixers", *PAIRS)
+        lists: dict[str, Any] = {name: tuple(fields_of_config[name]) for name in names}
         if fields_of_config["query_growth"] is not None:
             lists["query_growth"] = tuple(fields_of_config["query_growth"])
         if (mixture := fields_of_config["mixture"]) is not None:
-            names = {name: tuple(mixture[name]) for name in ("parts", "shared_parts")}
-            lists["mixture"] = MixtureConfig(**{**mixture, **names})
+            parts = {name: tuple(mixture[name]) for name in ("parts", "shared_parts")}
+            lists["mixture"] = MixtureConfig(**{**mixture, **parts})
+        if (mixer := fields_of_config["mixer"]) is not None:
+            more = {name: tuple(mixer[name]) for name in ("limits", "scales")}
+            lists["mixer"] = MixerConfig(**{**mixer, **more, "inputs": tuple(map(tuple, mixer["inputs"]))})
         return cls(**{**fields_of_config, **lists, "rotaries": tuple(rotaries)})
+
+    def attends(self, layer: int) -> bool:
+        """Return whether a layer attends."""
+        return not self.mixers or self.mixers[layer] != "recurrent"
+
+    def recurs(self, layer: int) -> bool:
+        """Return whether a layer has a recurrent mixer."""
+        return bool(self.mixers) and self.mixers[layer] != "attention"
 
     @property
     def kinds(self) -> tuple[int | None, ...]:
-        """The different windows, in the order of the first layers that have them."""
-        return tuple(dict.fromkeys(self.windows))
+        """The different windows of attention, in the order of the first layers that have them."""
+        return tuple(dict.fromkeys(window for layer, window in enumerate(self.windows) if self.attends(layer)))
 
     @property
     def layer_kinds(self) -> list[Hashable]:
-        """The kind of each layer. Layers of one kind are the same operations."""
-        return [*zip(self.windows, self.rotary, self.mixtures or (False,) * self.layers, strict=True)]
+        """The kind of each layer. Layers of one kind are the same operations on the same shapes."""
+        return [
+            (
+                self.mixers[layer] if self.mixers else "attention",
+                (self.windows[layer], self.rotary[layer]) if self.attends(layer) else None,
+                self.mixture_of(layer) is None,
+            )
+            for layer in range(self.layers)
+        ]
 
     def with_layers(self, numbers: Sequence[int]) -> DecoderConfig:
         """Return the config of these layers alone."""
         lists: dict[str, Any] = {
             name: tuple(per_layer[number] for number in numbers) if (per_layer := getattr(self, name)) else ()
-            for name in ("windows", "rotary", "mixtures")
+            for name in ("windows", "rotary", "mixtures", "mixers")
         }
         return replace(self, layers=len(numbers), **lists)
 
@@ -197,4 +287,4 @@ class DecoderConfig:
     def inner_of(self, layer: int) -> int:
         """Return the width of a layer's MLP, or of the shared expert of its mixture; 0 without any."""
         mixture = self.mixture_of(layer)
-        return self.inner if mixture is None else mixture.shared
+        return (self.inner if self.has_mlp else 0) if mixture is None else mixture.shared

@@ -8,6 +8,7 @@ Letters: R rows, n nodes, S active slots, T suffix slots, H hidden width, E head
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable
@@ -27,10 +28,11 @@ from dsbd_cli.models.decoder.config import Rotary
 from dsbd_cli.models.decoder.forward import Decoder, LayerInputs
 from dsbd_cli.models.forest_model import BaseForestModel, HiddenStateTap, ModelSize, address
 from dsbd_cli.models.kv_cache import KVCache, PlaneLayout
+from dsbd_cli.models.recurrent.states import RecurrentCache
 from dsbd_cli.ops import recording
 from dsbd_cli.ops.interface import Linear, Ops
 from dsbd_cli.ops.recording import Arena, Program
-from dsbd_cli.ops.select import EXPERTS, LAYERS
+from dsbd_cli.ops.select import EXPERTS, LAYERS, MIXERS
 
 MOST_NODES = 256  # of a program: with more nodes Python takes a small part of the time
 MOST_PROGRAMS = 64
@@ -83,18 +85,23 @@ class DecoderForestModel(BaseForestModel):
         """stock: loads the model as transformers runs it."""
         config, weights = decoder.config, decoder.weights
         device = weights.table.device
-        super().__init__(name, device, KVCache(), stock)
+        self._states = RecurrentCache(device) if config.mixer is not None else None
+        super().__init__(name, device, self._states or KVCache(), stock)
         self.decoder, self._settings = decoder, settings
         self._watched: frozenset[int] = frozenset()  # numbers of layers after which hidden states are taken
         plane = PlaneLayout(config.kv_heads, config.head_dim, weights.dtype, device)
         self._scoring = [Scoring(config.scale, config.softcap, layer.sinks) for layer in weights.layers]
-        self._kinds = [config.kinds.index(window) for window in config.windows]
+        attending = [number for number in range(config.layers) if config.attends(number)]
+        self._kinds = {number: config.kinds.index(config.windows[number]) for number in attending}
         query, key = (
             torch.empty(1, 1, heads, config.head_dim, dtype=weights.dtype, device=device).transpose(1, 2)
             for heads in (config.heads, config.kv_heads)
         )
         self._form = query, key, key  # a query, a key and a value in the form of all layers'
-        self._cache.learn_all([(plane, plane)] * config.layers)
+        self._cache.learn_all(dict.fromkeys(attending, (plane, plane)))
+        if self._states is not None:
+            self._declare(self._states)
+            self.copies_prefixes = False  # a state holds the whole text before it, not a token
         self._pads_forwards = decoder.ops.program is None  # kernels of the CPU compute each row by itself
         self._dtype, self._width = weights.dtype, sum(weights.lm_head.parts)
         self._angles: list[tuple[Tensor, Tensor]] = []
@@ -183,29 +190,20 @@ class DecoderForestModel(BaseForestModel):
     @property
     def size(self) -> ModelSize:
         weights, config = self.decoder.weights, self.decoder.config
-        hidden, table, mixture = config.hidden, weights.table, config.mixture
-        products: list[tuple[Linear | None, int, float]] = [
-            (weights.lm_head, hidden, 1.0)
-        ]  # inputs, share that is read
+        hidden, table, mixture, mixer = config.hidden, weights.table, config.mixture, config.mixer
+        products: list[tuple[Linear, int, float]] = [(weights.lm_head, hidden, 1.0)]  # inputs, share that is read
+        share = 0.0 if mixture is None else mixture.chosen / mixture.experts
         for number, layer in enumerate(weights.layers):
-            products += [
-                (layer.qkv, hidden, 1.0),
-                (layer.out, config.heads * config.head_dim, 1.0),
-                (layer.gate_up, hidden, 1.0),
-                (layer.down, config.inner_of(number), 1.0),
-            ]
-            if layer.mixture is not None and mixture is not None:
-                share = mixture.chosen / mixture.experts
-                products += [
-                    (layer.mixture.router, hidden, 1.0),
-                    (layer.mixture.gate_up, hidden, share),
-                    (layer.mixture.down, mixture.inner, share),
-                ]
-        linears = [(linear, inputs, share) for linear, inputs, share in products if linear is not None]
-        held = [(weight, share) for linear, _, share in linears for weight in linear.weights]
+            inputs = {"out": config.heads * config.head_dim, "down": config.inner_of(number)}
+            inputs["mixer_out"] = 0 if mixer is None else mixer.width
+            inputs["mixture.down"] = 0 if mixture is None else mixture.inner
+            for name, owner, field in layer.products:
+                part = share if name in ("mixture.gate_up", "mixture.down") else 1.0
+                products.append((getattr(owner, field), inputs.get(name, hidden), part))
+        held = [(weight, part) for linear, _, part in products for weight in linear.weights]
         shared = any(address(weight) == address(table) for weight, _ in held)
-        count = sum(sum(linear.parts) * inputs * share for linear, inputs, share in linears)
-        read = sum(weight.nbytes * share for weight, share in held)
+        count = sum(sum(linear.parts) * wide * part for linear, wide, part in products)
+        read = sum(weight.nbytes * part for weight, part in held)
         total = sum(weight.nbytes for weight, _ in held) + (0 if shared else table.nbytes)
         return ModelSize(total, int(read), int(2 * count))
 
@@ -218,8 +216,10 @@ class DecoderForestModel(BaseForestModel):
             if kinds[kind] <= each:
                 chosen.append(number)
         layers = replace(weights, layers=[weights.layers[number] for number in chosen])
-        few = config.with_layers(chosen)
-        forest = DecoderForestModel(Decoder(few, layers, self.decoder.ops), self.name, self._settings)
+        decoder = Decoder(config.with_layers(chosen), layers, self.decoder.ops)
+        forest = DecoderForestModel(decoder, self.name, self._settings)
+        if self._states is not None:
+            forest.keep_recurrent_states_in(self._states.precision)
         forest.attention = self.attention
         return forest
 
@@ -228,7 +228,7 @@ class DecoderForestModel(BaseForestModel):
         self._watched = frozenset() if tap is None else frozenset(tap.layers)
 
     def leave_kernels(self) -> bool:
-        plain = self.ops.without(*LAYERS, *EXPERTS, reason="a kernel failed")
+        plain = self.ops.without(*LAYERS, *EXPERTS, *MIXERS[:-1], reason="a kernel failed")
         if self.attention is None and plain is self.ops:
             return False
         self.attention, self.decoder.ops = None, plain
@@ -243,6 +243,16 @@ class DecoderForestModel(BaseForestModel):
     def forget_programs(self) -> None:
         """Drop all programs, because the cache's memory or the weights have changed."""
         self._programs, self._arena, self._programs_of = {}, Arena(), self.generation
+
+    def keep_recurrent_states_in(self, precision: torch.dtype) -> None:
+        if self._states is not None:
+            self._states.keep_in(precision)
+
+    def _declare(self, states: RecurrentCache) -> None:
+        """Add the memory of all recurrent mixers to a cache."""
+        for number, layer in enumerate(self.decoder.weights.layers):
+            if layer.mixer is not None:
+                layer.mixer.declare(states, number, self.decoder.weights.dtype)
 
     @torch.no_grad()
     def plain(self, tokens: Tensor) -> Tensor:
@@ -263,23 +273,36 @@ class DecoderForestModel(BaseForestModel):
         slots = torch.arange(count * length, device=self._device)
         attention = LayerViews(views, self._kinds, self._scoring, lambda _: (planes[0], planes[1]))
         inputs = LayerInputs(slots, angles, attention, self._growth_at(places.expand(count, -1)))
-        residual, branch, _ = decoder.layers(decoder.embed(tokens.to(self._device)), inputs)
+        running: Any = contextlib.nullcontext()
+        if self._states is not None:
+            inputs.states, running = self._states_of_texts(places.expand(count, -1), ahead)
+        with running:
+            residual, branch, _ = decoder.layers(decoder.embed(tokens.to(self._device)), inputs)
         last, _ = decoder.finish(residual, branch)
         return self._fitted(decoder.logits(decoder.lm_head(last), last))
+
+    def _states_of_texts(self, places: Tensor, ahead: Tensor) -> tuple[RecurrentCache, Any]:
+        """Return a cache for whole texts, which are read as chains by tensor code, and what encloses that forward.
+        places: [B, T]. ahead: [T, T], how far the first place is behind the second."""
+        states, count = RecurrentCache(self._device, kernels=False), len(places)
+        states.keep_in(torch.float64)
+        self._declare(states)
+        states.reserve(count, places.shape[1] + 1, 1)
+        seen = (ahead >= 0).expand(count, -1, -1)
+        return states, states.running(ForestInput(places, places, places, seen, places, chain=True))
 
     def _run(self, batch: ForestInput, *, logits: bool) -> Tensor | None:
         decoder = self.decoder
         read = batch.chain and not logits and decoder.config.kinds == (None,)
         if read and prompt_kernel(self.ops, *self._form, self._scoring[0]) is not None:
             batch = _without_padding(batch, self._cache.slots - 1)
-        self._cache.begin(batch.slots, batch.rows, batch.mask.shape[-1])
-        hidden = decoder.embed(self._ids_in_table(batch))
-        write = self._cache.under_way
-        assert write is not None
-        angles = self._angles_at(batch.positions, self._long(batch))
-        growth = self._growth_at(batch.positions)
-        inputs = LayerInputs(write.flat, angles, self._attention(batch, "prefix"), growth)
-        results = self._results(batch, hidden, inputs, logits)
+        with self._cache.running(batch):
+            hidden = decoder.embed(self._ids_in_table(batch))
+            write = self._cache.under_way
+            assert write is not None
+            angles, growth = self._angles_at(batch.positions, self._long(batch)), self._growth_at(batch.positions)
+            inputs = LayerInputs(write.flat, angles, self._attention(batch, "prefix"), growth, self._states)
+            results = self._results(batch, hidden, inputs, logits)
         if self._tap is not None:
             self._store_hidden_states([results.hidden_states[number] for number in self._tap.layers] or [results.last])
         return None if results.product is None else decoder.logits(results.product, results.last, batch.own_ids)
@@ -322,6 +345,7 @@ class DecoderForestModel(BaseForestModel):
                 [(cos.clone(), sin.clone()) for cos, sin in inputs.angles],
                 inputs.attention.copy(),
                 None if inputs.query_growth is None else inputs.query_growth.clone(),
+                inputs.states,
             )
             first = hidden.clone()
             program, results = self._arena.record(self.ops.program, lambda: self._computed(first, places, logits))

@@ -18,7 +18,8 @@ from torch import Tensor
 from dsbd_cli.models.attention.views import LayerViews
 from dsbd_cli.models.decoder.config import DecoderConfig
 from dsbd_cli.models.decoder.own_rows import OwnRows
-from dsbd_cli.models.decoder.weights import DecoderWeights, LayerWeights, PlainLinear
+from dsbd_cli.models.decoder.weights import DecoderWeights, LayerWeights, MixtureWeights, PlainLinear
+from dsbd_cli.models.recurrent.states import RecurrentCache
 from dsbd_cli.ops import recording
 from dsbd_cli.ops.interface import Ops
 from dsbd_cli.ops.quantized_weight import QuantizedWeight
@@ -32,12 +33,14 @@ class LayerInputs:
     slots: [m] int64 flat indices, row * S + slot, of the planes: where keys and values are written. angles: cosines and
     sines [R, n, E], for each kind of rotary positions. attention: what the nodes see, and the planes of the layers.
     query_growth: factors [R, n] of rotated queries; None where all are 1.
+    states: the cache that holds the memory of recurrent mixers; None without them.
     """
 
     slots: Tensor
     angles: Sequence[tuple[Tensor, Tensor]]
     attention: LayerViews
     query_growth: Tensor | None = None
+    states: RecurrentCache | None = None
 
 
 class Decoder:
@@ -57,15 +60,10 @@ class Decoder:
         field."""
         weights = self.weights
         products: list[tuple[str, Any, str]] = [
-            (f"{number}.{name}", layer, name)
+            (f"{number}.{name}", owner, field)
             for number, layer in enumerate(weights.layers)
-            for name, _ in layer.linears
-        ]
-        products += [
-            (f"{number}.mixture.{name}", layer.mixture, name)
-            for number, layer in enumerate(weights.layers)
-            if layer.mixture is not None
-            for name, _ in layer.mixture.linears
+            for name, owner, field in layer.products
+            if isinstance(getattr(owner, field), PlainLinear)
         ]
         # first the largest, so that packing it, which takes memory for a while, finds the most memory free
         return [("lm_head", weights, "lm_head"), *products] if isinstance(weights.lm_head, PlainLinear) else products
@@ -91,9 +89,10 @@ class Decoder:
             x, residual = self._enter(layer.input_norm, residual, branch)
             if number in watched:
                 copies[number] = recording.copy(residual)
-            branch = self._leave(layer.attention_norm, self._attention(number, layer, x, inputs))
-            x, residual = self._enter(layer.mlp_norm, residual, branch)
-            branch = self._leave(layer.output_norm, self._mlp(layer, x))
+            branch = self._leave(layer.attention_norm, self._mixed(number, layer, x, inputs))
+            if layer.gate_up is not None or layer.mixture is not None:
+                x, residual = self._enter(layer.mlp_norm, residual, branch)
+                branch = self._leave(layer.output_norm, self._mlp(layer, x))
         assert branch is not None
         if (count := self.config.layers) in watched:
             last = residual, branch
@@ -124,13 +123,30 @@ class Decoder:
             logits[..., -own_ids.shape[1] :].masked_fill_(absent.unsqueeze(1), float("-inf"))
         return logits
 
+    def _mixed(self, number: int, layer: LayerWeights, x: Tensor, inputs: LayerInputs) -> Tensor:
+        """Run a layer's attention, its recurrent mixer, or both side by side. Return the output [R, n, H]."""
+        if layer.mixer is None:
+            return self._attention(number, layer, x, inputs)
+        assert inputs.states is not None
+        mixed = layer.mixer.compute(x, inputs.states, number, self.ops)
+        if layer.qkv is None:
+            return mixed
+        attended, (left, right) = self._attention(number, layer, x, inputs), self.config.mixer_scales
+        return recording.compute(lambda: mixed * left + attended * right)
+
     def _attention(self, number: int, layer: LayerWeights, x: Tensor, inputs: LayerInputs) -> Tensor:
         """Run a layer's attention: write keys and values to the planes and return the output [R, n, H]."""
         config, norms = self.config, layer.head_norms
+        assert layer.qkv is not None
+        assert layer.out is not None
         keys, values = inputs.attention.planes(number)
-        qkv = layer.qkv.compute(x)
+        qkv, parts = layer.qkv.compute(x), layer.qkv.parts
+        gate = None
+        if config.output_gate is not None:
+            width = sum(parts[:3])
+            qkv, gate, parts = qkv[..., :width], qkv[..., width:], parts[:3]
         if norms is not None and config.norms_over_all_heads:
-            qkv, norms = self._wide_norms(norms, layer.qkv.parts, qkv), None
+            qkv, norms = self._wide_norms(norms, parts, qkv), None
         cos, sin = inputs.angles[config.rotary[number]]
         query = self.ops.rotate(qkv, cos, sin, inputs.slots, keys, values, norms=norms)
         if layer.query_weight is not None:
@@ -138,17 +154,27 @@ class Decoder:
         if inputs.query_growth is not None:
             query = _scaled(query, inputs.query_growth[:, None, :, None])
         attended = self.ops.attend(number, query, inputs.attention)
+        if gate is not None:
+            attended = self.ops.output_gate(attended, gate)
         return layer.out.compute(attended.flatten(2))
 
     def _mlp(self, layer: LayerWeights, x: Tensor) -> Tensor:
-        """Return the output [R, n, H] of a layer's MLP, or of its mixture of experts."""
-        gelu, experts, mixture, mlp = self.config.gelu, self.ops.experts, layer.mixture, None
+        """Run a layer's MLP, or its mixture of experts. Return the output [R, n, H]."""
+        mlp, (inner, outer) = None, self.config.mlp_scales
         if layer.gate_up is not None and layer.down is not None:
-            mlp = layer.down.compute(self.ops.gated(layer.gate_up.compute(x), gelu))
-        if mixture is None:
-            assert mlp is not None
-            return mlp
-        tokens = x.flatten(0, 1)
+            product = layer.gate_up.compute(x)
+            gate_up = product if inner == 1 else recording.compute(lambda: _first_half_scaled(product, inner))
+            mlp = down = layer.down.compute(self.ops.gated(gate_up, self.config.gelu))
+            if outer != 1:
+                mlp = recording.compute(lambda: down * outer)
+        if layer.mixture is not None:
+            return self._mixture(layer.mixture, x, mlp)
+        assert mlp is not None
+        return mlp
+
+    def _mixture(self, mixture: MixtureWeights, x: Tensor, shared: Tensor | None) -> Tensor:
+        """Run a mixture of experts. shared: the output of the shared expert, [R, n, H]. Return the output [R, n, H]."""
+        gelu, experts, tokens = self.config.gelu, self.ops.experts, x.flatten(0, 1)
         wide = self.config.mixture is not None and self.config.mixture.wide_router and x.dtype != torch.float32
         logits = mixture.router.compute(recording.compute(tokens.float) if wide else tokens)
         routes = experts.route(mixture.settings, logits)
@@ -156,7 +182,7 @@ class Decoder:
         gated = self.ops.gated(mixture.gate_up.compute_routed(rows, routes), gelu, *self._clamped)
         outputs = mixture.down.compute_routed(gated, routes)
         gate = None if mixture.shared_gate is None else mixture.shared_gate.compute(tokens)
-        summed: Tensor = experts.combine(outputs, routes, None if mlp is None else mlp.flatten(0, 1), gate)
+        summed: Tensor = experts.combine(outputs, routes, None if shared is None else shared.flatten(0, 1), gate)
         return summed.view(x.shape)
 
     def _enter(self, norm: Norm | None, residual: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -193,3 +219,9 @@ class Decoder:
 def _scaled(query: Tensor, factors: Tensor) -> Tensor:
     """Return queries [R, Q, n, E] times factors."""
     return recording.compute(lambda: query * factors)
+
+
+def _first_half_scaled(x: Tensor, scale: float) -> Tensor:
+    """Return x [..., 2 I] with its first half multiplied by a factor."""
+    first, second = x.chunk(2, -1)
+    return torch.cat((first * scale, second), -1)

@@ -29,7 +29,7 @@ from dsbd_cli.models.decoder.weights import read_weights
 from dsbd_cli.models.forest_model import calibration_tokens
 from dsbd_cli.ops.interface import Ops
 from dsbd_cli.ops.quantized_weight import QuantizedWeight
-from dsbd_cli.ops.select import DECODER, EXPERTS, ops_for, quantize_missing
+from dsbd_cli.ops.select import DECODER, EXPERTS, MIXERS, ops_for, quantize_missing
 
 TOKENS = 24  # of a text that is compared with transformers
 SEED = 20  # of its random tokens
@@ -194,5 +194,7 @@ def decoder_ops(
         wanted = (*DECODER, *EXPERTS)
     if decoder_config.norms_over_all_heads:
         widths |= {decoder_config.heads * decoder_config.head_dim, decoder_config.kv_heads * decoder_config.head_dim}
+    if decoder_config.mixer is not None:
+        wanted = (*wanted, *MIXERS)
     ops = ops_for(device, dtype, wanted, widths=frozenset(widths), kernels=None if kernels else False)
     return ops.without(*(set(ops.by("triton")) - kernels))

@@ -14,14 +14,16 @@ from torch import Tensor, nn
 
 from dsbd_cli.models.checkpoints.checkpoint import Tensors
 from dsbd_cli.models.checkpoints.lm_head import TrimmedLMHead
-from dsbd_cli.models.decoder.config import DecoderConfig, MixtureConfig
+from dsbd_cli.models.decoder.config import DecoderConfig, MixerConfig, MixtureConfig
+from dsbd_cli.models.decoder.mixers import Mixer
 from dsbd_cli.ops import recording
 from dsbd_cli.ops.interface import ExpertsLinear, Linear
 from dsbd_cli.ops.quantized_weight import QuantizedWeight
 from dsbd_cli.ops.reference import Norm, Router, Routes
 
 NORMS = ("input_norm", "attention_norm", "mlp_norm", "output_norm")
-# Tensors of a layer, as most families name them. A family's other names are in its config (`names`).
+# Tensors of a layer, the embedding table and the last norm, as most families name them. A family's other names are in
+# its config (`names`).
 LAYER_NAMES = {
     "input_norm": "input_layernorm",
     "attention_norm": "post_attention_layernorm",
@@ -31,7 +33,10 @@ LAYER_NAMES = {
     "out": "self_attn.o_proj",
     "q_norm": "self_attn.q_norm",
     "k_norm": "self_attn.k_norm",
+    "gate_of_heads": "self_attn.g_proj",
     **{name: f"mlp.{name}_proj" for name in ("gate", "up", "gate_up", "down")},
+    "table": "embed_tokens",
+    "norm": "norm",
 }
 
 Weight = Tensor | QuantizedWeight
@@ -107,28 +112,21 @@ class MixtureWeights:
     down: ExpertsLinear
     shared_gate: Linear | None = None
 
-    @property
-    def linears(self) -> Iterator[tuple[str, PlainLinear]]:
-        """Products that still have the checkpoint's plain weights, by field."""
-        for name in ("router", "gate_up", "down", "shared_gate"):
-            linear = getattr(self, name)
-            if isinstance(linear, PlainLinear):
-                yield name, linear
-
 
 @dataclass(slots=True)
 class LayerWeights:
     """Weights of one layer.
 
-    Norms are [hidden]; head_norms, of queries and of keys, are [head_dim] or as wide as all heads. None: the layer
-    lacks the norm. gate_up, down: of the MLP, or of the shared expert of a mixture; None where the mixture has none.
-    query_weight: [head_dim], what rotated queries are multiplied by; None without. sinks: [heads].
+    Norms are [hidden]; head_norms, of queries and of keys, are [head_dim] or as wide as all heads. qkv: queries, keys
+    and values, and an output gate where there is one. gate_up, down: of the MLP, or of the shared expert of a mixture.
+    query_weight: [head_dim], what rotated queries are multiplied by. sinks: [heads]. None: the layer lacks it.
     """
 
-    qkv: Linear
-    out: Linear
+    qkv: Linear | None
+    out: Linear | None
     gate_up: Linear | None
     down: Linear | None
+    mixer: Mixer | None = None
     input_norm: Norm | None = None
     attention_norm: Norm | None = None
     mlp_norm: Norm | None = None
@@ -139,11 +137,26 @@ class LayerWeights:
     query_weight: Tensor | None = None
 
     @property
+    def products(self) -> Iterator[tuple[str, Any, str]]:
+        """All products: name, object that holds the product, and its field."""
+        for name in ("qkv", "out"):
+            if getattr(self, name) is not None:
+                yield name, self, name
+        for name in ("into", "out"):
+            if self.mixer is not None:
+                yield f"mixer_{name}", self.mixer, name
+        for name in ("gate_up", "down"):
+            if getattr(self, name) is not None:
+                yield name, self, name
+        for name in ("router", "gate_up", "down", "shared_gate"):
+            if self.mixture is not None and getattr(self.mixture, name) is not None:
+                yield f"mixture.{name}", self.mixture, name
+
+    @property
     def linears(self) -> Iterator[tuple[str, PlainLinear]]:
         """Products that still have the checkpoint's plain weights, by name."""
-        for name in ("qkv", "out", "gate_up", "down"):
-            linear = getattr(self, name)
-            if isinstance(linear, PlainLinear):
+        for name, owner, field in self.products:
+            if isinstance(linear := getattr(owner, field), PlainLinear):
                 yield name, linear
 
 
@@ -179,13 +192,13 @@ class DecoderWeights:
                 layer.head_norms = layer.head_norms[0].to(device), layer.head_norms[1].to(device)
             if layer.query_weight is not None:
                 layer.query_weight = layer.query_weight.to(device)
+            if layer.mixer is not None:
+                layer.mixer.to(device)
             for _, linear in layer.linears:
                 linear.to(device)
             layer.sinks = None if layer.sinks is None else layer.sinks.to(device)
             if layer.mixture is not None:
                 layer.mixture.settings = layer.mixture.settings.to(device)
-                for _, linear in layer.mixture.linears:
-                    linear.to(device)
         if isinstance(self.lm_head, PlainLinear):
             self.lm_head.to(device)
 
@@ -200,7 +213,7 @@ def read_weights(
     """
     reader = WeightReader(config, tensors, dtype)
     layers = [reader.layer(number) for number in range(config.layers)]
-    table = reader.tensor("embed_tokens.weight", config.vocabulary, config.hidden)
+    table = reader.tensor(f"{reader.name('table')}.weight", config.vocabulary, config.hidden)
     if isinstance(table, QuantizedWeight):
         table.check()  # its rows are read one by one, when they are asked for
     if lm_head is not None:
@@ -211,7 +224,7 @@ def read_weights(
         weight = tensors["lm_head.weight"]()
         _check("lm_head.weight", weight, (config.vocabulary, config.hidden))
         last = PlainLinear([weight], [None])
-    return DecoderWeights(table, layers, reader.norm("norm.weight", config.hidden), last, dtype)
+    return DecoderWeights(table, layers, reader.norm(f"{reader.name('norm')}.weight", config.hidden), last, dtype)
 
 
 @dataclass(slots=True)
@@ -223,15 +236,18 @@ class WeightReader:
     dtype: torch.dtype
 
     def tensor(self, name: str, *shape: int) -> Any:
-        """Return a tensor of the body, or a quantised weight; checkpoints name it with or without `model.`. shape: of
-        the tensor; none: any."""
-        for full in (f"model.{name}", name):
-            if full in self.tensors:
-                tensor = self.tensors[full]()
-                if shape:
-                    _check(full, tensor, shape)
-                return tensor
-        raise KeyError(f"model.{name}")
+        """Return a tensor of the body, or a quantised weight. Checkpoints put `model.` or `backbone.` before its name,
+        or nothing. shape: of the tensor; none: any."""
+        if (full := self._full_name(name)) is None:
+            raise KeyError(f"model.{name}")
+        tensor = self.tensors[full]()
+        if shape:
+            _check(full, tensor, shape)
+        return tensor
+
+    def _full_name(self, name: str) -> str | None:
+        """Return a tensor's name in the checkpoint; None where it has none."""
+        return next((full for start in ("model.", "", "backbone.") if (full := f"{start}{name}") in self.tensors), None)
 
     def norm(self, name: str, width: int, *, of_heads: bool = False) -> Norm:
         """Return a norm, with weights in the dtype that is computed in. of_heads: of what will be rotated."""
@@ -241,41 +257,66 @@ class WeightReader:
     def layer(self, number: int, inputs: int | None = None) -> LayerWeights:
         """Return the weights of a layer. inputs: width of the input of queries, keys and values; None: hidden."""
         config, at = self.config, f"layers.{number}."
-        inputs = inputs or config.hidden
+        norms: dict[str, Any] = {
+            norm: self.norm(f"{at}{self._norm_name(at, norm)}.weight", config.hidden) for norm in self._norms(number)
+        }
+        attention: dict[str, Any] = {"qkv": None, "out": None}
+        if config.attends(number):
+            attention = self._attention(at, inputs or config.hidden)
+        (gate_up, down), mixture = self._mlp(number), config.mixture_of(number)
+        return LayerWeights(
+            **attention,
+            **norms,
+            gate_up=gate_up,
+            down=down,
+            mixer=self._mixer(at) if config.recurs(number) else None,
+            mixture=None if mixture is None else self._mixture(at, mixture),
+        )
+
+    def _attention(self, at: str, inputs: int) -> dict[str, Any]:
+        """Return the products and head norms of a layer's attention."""
+        config = self.config
         query, key = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        norms = {norm: self.norm(f"{at}{self._name(norm)}.weight", config.hidden) for norm in self._norms()}
         head_norms = query_weight = None
         if config.head_norms or config.norms_over_all_heads:
             wide = (query, key) if config.norms_over_all_heads else (config.head_dim, config.head_dim)
             head_norms = (
-                self.norm(f"{at}{self._name('q_norm')}.weight", wide[0], of_heads=True),
-                self.norm(f"{at}{self._name('k_norm')}.weight", wide[1], of_heads=True),
+                self.norm(f"{at}{self.name('q_norm')}.weight", wide[0], of_heads=True),
+                self.norm(f"{at}{self.name('k_norm')}.weight", wide[1], of_heads=True),
             )
         if config.query_weights and head_norms is not None:
             # A rotation does not change the norm, and a product of both weights in the queries gives the same scores.
             query_weight = head_norms[0].weight * head_norms[1].weight
             head_norms = (replace(head_norms[0], weight=torch.ones_like(query_weight)),) * 2
+        gated = 2 if config.output_gate == "channels" else 1
         if config.fused_qkv:
-            qkv = self._parts(f"{at}{self._name('qkv')}", (query, key, key), inputs)
+            qkv = self._parts(f"{at}{self.name('qkv')}", (query, key, key), inputs)
         else:
-            heads = [(f"{at}{self._name(name)}", size) for name, size in (("q", query), ("k", key), ("v", key))]
+            heads = [(f"{at}{self.name(name)}", size) for name, size in (("q", gated * query), ("k", key), ("v", key))]
             qkv = self._joined(heads, inputs, bias=config.qkv_bias)
-        qkv.weights = [*map(self._rotated_first, qkv.weights[:2]), qkv.weights[2]]
-        qkv.biases = [*(None if bias is None else self._rotated_first(bias) for bias in qkv.biases[:2]), qkv.biases[2]]
-        out = self._joined([(f"{at}{self._name('out')}", config.hidden)], query, bias=config.out_bias)
-        gate_up, down = self._mlp(number)
-        mixture = config.mixture_of(number)
-        return LayerWeights(
-            qkv,
-            out,
-            gate_up,
-            down,
-            **norms,
-            head_norms=head_norms,
-            query_weight=query_weight,
-            mixture=None if mixture is None else self._mixture(at, mixture),
-            sinks=self.tensor(f"{at}self_attn.sinks", config.heads) if config.sinks else None,
-        )
+        if config.output_gate == "channels":
+            self._split_gate(qkv)
+        elif config.output_gate == "heads":
+            gate = self.tensor(f"{at}{self.name('gate_of_heads')}.weight", config.heads, inputs)
+            bias = torch.zeros(config.heads, dtype=self.dtype) if config.qkv_bias else None
+            qkv = PlainLinear([*qkv.weights, gate], [*qkv.biases, bias])
+        qkv.weights = [*map(self._rotated_first, qkv.weights[:2]), *qkv.weights[2:]]
+        rotated = [None if bias is None else self._rotated_first(bias) for bias in qkv.biases[:2]]
+        qkv.biases = [*rotated, *qkv.biases[2:]]
+        out = self._joined([(f"{at}{self.name('out')}", config.hidden)], query, bias=config.out_bias)
+        sinks = self.tensor(f"{at}self_attn.sinks", config.heads) if config.sinks else None
+        return {"qkv": qkv, "out": out, "head_norms": head_norms, "query_weight": query_weight, "sinks": sinks}
+
+    def _split_gate(self, qkv: PlainLinear) -> None:
+        """Split the product of the queries, which holds query and gate of one head after the other. The gates become
+        the last part."""
+        rows = torch.arange(2 * self.config.heads * self.config.head_dim).view(-1, 2, self.config.head_dim)
+        queries, gates = (rows[:, side].flatten() for side in (0, 1))
+        qkv.weights = [_rows(qkv.weights[0], queries), *qkv.weights[1:], _rows(qkv.weights[0], gates)]
+        first = qkv.biases[0]
+        parts = (None, None) if first is None else (first[queries], first[gates])
+        qkv.biases = [parts[0], *qkv.biases[1:], parts[1]]
+        qkv.parts = [len(weight) for weight in qkv.weights]
 
     def _mlp(self, number: int) -> tuple[PlainLinear | None, PlainLinear | None]:
         """Return the products of a layer's MLP, or of the shared expert of its mixture; None without any."""
@@ -283,7 +324,7 @@ class WeightReader:
         inner, fused = config.inner_of(number), config.fused_gate_up
         if not inner:
             return None, None
-        gate_up, down = [self._name("gate_up")] if fused else [self._name("gate"), self._name("up")], self._name("down")
+        gate_up, down = [self.name("gate_up")] if fused else [self.name("gate"), self.name("up")], self.name("down")
         if mixture is not None:
             *gate_up, down = (f"{mixture.shared_name}.{part}" for part in mixture.shared_parts)
         sides = [(f"{at}{name}", 2 * inner // len(gate_up)) for name in gate_up]
@@ -345,13 +386,61 @@ class WeightReader:
             biases = [bias[order] for bias in biases]
         return PlainLinear(weights, biases)
 
-    def _norms(self) -> list[str]:
-        """Return the fields in LayerWeights of the norms of hidden states."""
-        before = ["input_norm", "mlp_norm"] if self.config.pre_norms else []
-        return [*before, *(["attention_norm", "output_norm"] if self.config.post_norms else [])]
+    def _mixer(self, at: str) -> Mixer:
+        """Return the recurrent mixer of a layer."""
+        mixer, hidden = self.config.mixer, self.config.hidden
+        assert mixer is not None
+        at, heads = f"{at}{mixer.prefix}.", (mixer.heads,)
+        into = self._joined([(f"{at}{name}", outputs) for name, outputs in mixer.inputs], hidden, bias=mixer.bias)
+        out = self._joined([(f"{at}{mixer.output}", hidden)], mixer.width, bias=mixer.out_bias)
+        taps = self._taps(f"{at}{mixer.convolution}", mixer)
+        numbers: dict[str, Any] = {}
+        if mixer.conv_bias:
+            numbers["taps_bias"] = self.tensor(f"{at}{mixer.convolution}.bias", mixer.convolved).float()
+        if mixer.heads:
+            numbers["decay"] = -self.tensor(f"{at}A_log", *heads).float().exp()
+            numbers["step_bias"] = self.tensor(f"{at}dt_bias", *heads).float()
+            if mixer.kind == "mamba2":
+                numbers["skip"] = self.tensor(f"{at}D", *heads).float()
+            if mixer.gate != "plain":
+                width = mixer.value_dim if mixer.kind == "delta" else mixer.width
+                weight = self.tensor(f"{at}{mixer.norm}.weight", width).to(self.dtype)
+                numbers["norm"] = Norm(weight.repeat(mixer.width // width), mixer.eps)
+        if mixer.scales:
+            keys = mixer.groups * mixer.key_dim
+            sizes = torch.tensor((mixer.width, mixer.width, keys, keys, mixer.heads))
+            numbers["scales"] = torch.tensor(mixer.scales).repeat_interleave(sizes).to(self.dtype)
+        return Mixer(mixer, into, out, taps.squeeze(1).float().contiguous(), **numbers)
 
-    def _name(self, part: str) -> str:
-        """Return a checkpoint's name of a part of a layer, a key of LAYER_NAMES."""
+    def _taps(self, name: str, mixer: MixerConfig) -> Tensor:
+        """Return the taps [C, 1, J] of a convolution. OLMo hybrid has them in three parts."""
+        shape = (mixer.convolved, 1, mixer.taps)
+        start, last = name.rsplit(".", 1)
+        parts = [self._full_name(f"{start}.{part}_{last}.weight") for part in "qkv"]
+        if None in parts:
+            whole: Tensor = self.tensor(f"{name}.weight", *shape)
+            return whole
+        taps = torch.cat([self.tensors[str(part)]() for part in parts])
+        _check(f"{name}.weight", taps, shape)
+        return taps
+
+    def _norms(self, number: int) -> list[str]:
+        """Return the fields in LayerWeights of the norms of hidden states."""
+        config = self.config
+        if not config.has_mlp and config.mixture is None:
+            return ["input_norm"]
+        if not config.pre_norms and not config.attends(number):  # OLMo hybrid's recurrent layers
+            return ["input_norm", "mlp_norm"]
+        before = ["input_norm", "mlp_norm"] if config.pre_norms else []
+        return [*before, *(["attention_norm", "output_norm"] if config.post_norms else [])]
+
+    def _norm_name(self, at: str, norm: str) -> str:
+        """Return a checkpoint's name of a norm of a layer: the family's own where it is there, else the common one."""
+        own = self.name(norm)
+        return own if self._full_name(f"{at}{own}.weight") is not None else LAYER_NAMES[norm]
+
+    def name(self, part: str) -> str:
+        """Return a checkpoint's name of a part, a key of LAYER_NAMES."""
         names = self.config.names
         if part == "mlp_norm" and part not in names and not self.config.post_norms:
             return LAYER_NAMES["attention_norm"]  # Llama's norm before the MLP
@@ -384,7 +473,12 @@ class WeightReader:
         rest = torch.arange(rotated, dim)
         order = torch.cat((pairs[0], rest[: half - turned], pairs[1], rest[half - turned :]))
         numbers = torch.arange(len(rows)).view(-1, dim)[:, order].flatten()
-        return rows.take(numbers) if isinstance(rows, QuantizedWeight) else rows[numbers]
+        return _rows(rows, numbers)
+
+
+def _rows(weight: Any, numbers: Tensor) -> Any:
+    """Return rows of a weight, which may be quantised."""
+    return weight.take(numbers) if isinstance(weight, QuantizedWeight) else weight[numbers]
 
 
 def _check(name: str, tensor: Weight, shape: tuple[int, ...]) -> None:

@@ -167,7 +167,7 @@ def read_mtp(tensors: Tensors, target: DecoderForestModel) -> DraftHeadParts:
     """Read the MTP layer of the target's own checkpoint. Raises ModelError where there is none."""
     config, body = target.decoder.config, target.decoder.weights
     names, mtp_tensors = find_mtp(tensors, config.layers)
-    one_layer = replace(config, layers=1, windows=(None,), rotary=(config.rotary[-1],))
+    one_layer = replace(config, layers=1, windows=(None,), rotary=(config.rotary[-1],), mixers=(), mixer=None)
     reader = WeightReader(one_layer, mtp_tensors, target.weights_dtype)
     weights = DecoderWeights(
         body.table, [reader.layer(0)], reader.norm(f"{names.norm}.weight", config.hidden), body.lm_head, body.dtype

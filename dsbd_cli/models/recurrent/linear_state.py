@@ -29,6 +29,21 @@ class LinearState(LayerMemory):
         if self.by_kernel:
             self.lead = scan_kernels().LEAD
 
+    def declare(self, groups: int, heads: int, dim: int, width: int, *, corrects: bool) -> None:
+        """Make the memory before the first forward, for G, H, N, P and one decay per head. corrects: `correct` will be
+        called, not `attend`."""
+        planes: list[tuple[str, tuple[int, ...]]] = [("k", (groups, dim)), ("u", (heads, width))]
+        if self.by_kernel:
+            self.state_of(heads, dim, width)
+            planes.append(("e", (heads, 1)))
+        else:
+            self.state_of(groups, dim, heads // groups * width)
+            self.wide = frozenset({"u"} if corrects else ())
+            planes += [("g", (heads,)), ("c", (heads,))]
+        for name, shape in planes:
+            wide = torch.float64 if name == "c" else self.cache.precision if name in self.wide else torch.float32
+            self.plane(name, shape, wide)
+
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, scales: Tensor | None = None, skip: Tensor | None = None
     ) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb, repeat_kv
 
-from dsbd_cli.models.recurrent.states import RecurrentCache
+from dsbd_cli.models.recurrent.mixer_cache import MixerCache
 
 
 class LinearAttention(LlamaAttention):
@@ -49,7 +49,7 @@ class LinearAttention(LlamaAttention):
             part.transpose(1, 2) for part in (_unit(q), _unit(repeat_kv(k, groups)), repeat_kv(v, groups))
         )  # [B, n, H, P]
         values = v.flatten(2).transpose(1, 2)  # [B, C, n]
-        if isinstance(past_key_values, RecurrentCache):
+        if isinstance(past_key_values, MixerCache):
             past_key_values.update_conv_state(values, self.layer_idx)
         near, far = (getattr(self, part, None) for part in ("local_factor", "global_factor"))
         y = grouped_linear_attention(q, k, v, self.config.linear_group_size, near, far).flatten(2)

@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
-from transformers.activations import ACT2FN
+from torch import Tensor, nn
 
-from dsbd_cli.models.cache import ForestCache
+from dsbd_cli.models.kv_cache import KVCache
 from dsbd_cli.models.recurrent.scans import convolve, selective_chain, selective_fold, selective_read
 from dsbd_cli.models.recurrent.tail import Shift, TailBuffer, as_array, scan_kernels
 from dsbd_cli.ops.select import ops_for
@@ -24,18 +23,19 @@ from dsbd_cli.ops.select import ops_for
 SILU = ("silu", "swish")
 
 
-class TailCache(ForestCache):
-    """A ForestCache whose recurrent layers have memories. These read the following.
+class TailCache(KVCache):
+    """A KVCache whose recurrent layers have memories. These read the following.
 
     Attributes:
         window: T.
         precision: dtype of the states and of all sums over them.
         places: places of the current forward's nodes, None outside a forward.
+        kernels: layers may run as kernels of kernels/scan.py; otherwise tensor code runs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, kernels: bool = True) -> None:
         super().__init__()
-        self.window = 0
+        self.window, self.kernels = 0, kernels
         self.precision = torch.float32
         self.places: TailBuffer | None = None
 
@@ -59,7 +59,7 @@ class LayerMemory:
 
     def __init__(self, cache: TailCache, device: torch.device) -> None:
         self.cache, self.device = cache, device
-        self.by_kernel = self.has_kernel and cache.has_kernel(device)
+        self.by_kernel = self.has_kernel and cache.kernels and cache.has_kernel(device)
         self.planes: dict[str, Tensor] = {}
         self.state: Tensor | None = None
 
@@ -179,6 +179,10 @@ class Convolution(LayerMemory):
         super().__init__(cache, device)
         self.taps, self.lead = taps, taps - 1
 
+    def declare(self, channels: int, dtype: torch.dtype) -> None:
+        """Make the memory for inputs of this width and dtype before the first forward."""
+        self.plane("inputs", (channels,), torch.float32 if self.by_kernel else dtype)
+
     def run(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None = None) -> Tensor:
         """Return the convolution [R, n, C], in float32 at least, of x [R, n, C] with weight [C, J] and bias [C] or
         None, followed by the activation."""
@@ -186,7 +190,7 @@ class Convolution(LayerMemory):
             return self._by_kernel(x, weight, bias, smooth=True)
         out = self._by_kernel(x, weight, bias, smooth=False) if self.by_kernel else self._sum(x, weight, bias)
         # in the states' precision: in float32 torch computes the last few numbers of a tensor with another exp
-        return out if activation is None else ACT2FN[activation](out.to(self.cache.precision))
+        return out if activation is None else _activated(out.to(self.cache.precision), activation)
 
     def _sum(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         places, count = self.places, x.shape[1]
@@ -247,6 +251,15 @@ class SelectiveState(LayerMemory):
         state = self.state[: len(shift.base)]
         dt, u, b = (shift.first(self.planes[name]) for name in ("dt", "u", "b"))
         state[:] = selective_fold(state, dt, u, b, self.a, shift.count)
+
+
+def _activated(x: Tensor, activation: str) -> Tensor:
+    if activation in SILU:
+        return nn.functional.silu(x)
+    from transformers.activations import ACT2FN
+
+    activated: Tensor = ACT2FN[activation](x)
+    return activated
 
 
 def masked(values: Tensor, real: Tensor) -> Tensor:

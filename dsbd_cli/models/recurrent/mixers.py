@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dsbd_cli.models.recurrent.states import RecurrentCache
+from dsbd_cli.models.recurrent import recurrences
+from dsbd_cli.models.recurrent.mixer_cache import MixerCache
 
 CONVOLUTION = "causal_conv1d_fn"
 
@@ -71,14 +72,14 @@ def _code(module: nn.Module) -> Any:
 
 def _ours_or_stock(ours: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        cache = RecurrentCache.current()
+        cache = MixerCache.current()
         return stock(*args, **kwargs) if cache is None else ours(cache, *args, **kwargs)
 
     return call
 
 
 def _convolution(
-    cache: RecurrentCache,
+    cache: MixerCache,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -91,7 +92,7 @@ def _convolution(
 
 
 def _mamba2(
-    cache: RecurrentCache,
+    cache: MixerCache,
     x: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -106,14 +107,13 @@ def _mamba2(
     **kwargs: Any,
 ) -> Any:
     # x: [R, n, H, P]; dt: [R, n, H]; A: [H]; B, C: [R, n, G, N]
-    dt = _steps(cache, dt, dt_bias, dt_softplus).clamp(*dt_limit).float()
-    skip = None if D is None else D.float()
-    y = cache.linear(x.device).attend(C.float(), B.float(), x.float(), A.float() * dt, dt, skip).float().contiguous()
+    steps = _steps(cache, dt, dt_bias, dt_softplus).clamp(*dt_limit)
+    y = recurrences.mamba2(cache.linear(x.device), x, steps, A, B, C, D)
     return (y, y) if return_final_states else y
 
 
 def _delta(
-    cache: RecurrentCache,
+    cache: MixerCache,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -124,18 +124,12 @@ def _delta(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
     # query, key: [R, n, G, N]; value: [R, n, H, P]; g: [R, n, H] or [R, n, H, N]; beta: [R, n, H]
-    dtype = query.dtype
-    query, key = query.float(), key.float()
-    if use_qk_l2norm_in_kernel:
-        query, key = _unit(query, cache), _unit(key, cache)
-    query = query * query.shape[-1] ** -0.5
-    y = cache.linear(query.device).correct(query, key, value.float(), g.float(), beta.float())
-    y = y.to(dtype).contiguous()
+    y = recurrences.delta(cache.linear(query.device), query, key, value, g, beta, unit=use_qk_l2norm_in_kernel)
     return y, y
 
 
 def _mamba(
-    cache: RecurrentCache,
+    cache: MixerCache,
     x: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -165,7 +159,7 @@ def _mamba(
 
 
 def _grouped(
-    cache: RecurrentCache, q: Tensor, k: Tensor, v: Tensor, group: int, near: Tensor | None, far: Tensor | None
+    cache: MixerCache, q: Tensor, k: Tensor, v: Tensor, group: int, near: Tensor | None, far: Tensor | None
 ) -> Tensor:
     # q, k, v: [R, n, H, P]; near, far: [1]
     y = cache.grouped(q.device, group).grouped(
@@ -174,32 +168,20 @@ def _grouped(
     return y.to(q.dtype)
 
 
-def _steps(cache: RecurrentCache, dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
-    """Return step sizes [..., channels]. softplus is computed in the states' precision, because in float32 torch
-    computes the last few numbers of a tensor with another exp."""
+def _steps(cache: MixerCache, dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
     dt = dt if bias is None else dt + bias.to(dt.dtype)
-    return _softplus(dt, cache.precision) if softplus else dt
-
-
-def _softplus(x: Tensor, precision: torch.dtype) -> Tensor:
-    return nn.functional.softplus(x.to(precision)).to(x.dtype)
+    return recurrences.softplus(dt, cache.precision) if softplus else dt
 
 
 class _Functions:
-    """torch.nn.functional for mixers of the gated delta rule, with another softplus, for the reason that `_steps`
-    gives."""
+    """torch.nn.functional for mixers of the gated delta rule, with the softplus of recurrences.py."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(nn.functional, name)
 
     def softplus(self, x: Tensor) -> Tensor:
-        cache = RecurrentCache.current()
-        return nn.functional.softplus(x) if cache is None else _softplus(x, cache.precision)
-
-
-def _unit(x: Tensor, cache: RecurrentCache) -> Tensor:
-    wide = x.to(cache.precision)
-    return (wide * torch.rsqrt((wide * wide).sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
+        cache = MixerCache.current()
+        return nn.functional.softplus(x) if cache is None else recurrences.softplus(x, cache.precision)
 
 
 # Our functions by the names that mixers call, with the arguments of the stock ones after the cache. Mixers also want a

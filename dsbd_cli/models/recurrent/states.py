@@ -18,95 +18,27 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dsbd_cli.engine.protocols import ForestInput
-from dsbd_cli.models.recurrent.linear_state import GroupedState, LinearState
-from dsbd_cli.models.recurrent.memory import Convolution, LayerMemory, SelectiveState, TailCache
+from dsbd_cli.models.recurrent.memory import LayerMemory, TailCache
 from dsbd_cli.models.recurrent.tail import Shift, TailBuffer
-
-Memory = TypeVar("Memory", bound=LayerMemory)
-
-_current: ContextVar[RecurrentCache | None] = ContextVar("current", default=None)
 
 
 class RecurrentCache(TailCache):
-    """A cache with the memory of recurrent layers, behind the interface that transformers' mixers expect.
+    """A cache with the memory of recurrent layers.
 
-    base: [R] int64, leading slots whose tokens the states hold.
+    base: [R] int64, leading slots whose tokens the states hold. memories: by layer and kind.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
+    def __init__(self, device: torch.device, *, kernels: bool = True) -> None:
+        super().__init__(kernels=kernels)
         self.base = torch.zeros(0, dtype=torch.int64, device=device)
         self.memories: dict[tuple[Any, ...], LayerMemory] = {}
-        self._layer: tuple[int, int] = (0, 0)
-        self._calls = 0
-
-    @staticmethod
-    def current() -> RecurrentCache | None:
-        """Return the cache whose forward is under way; None outside one, where mixers run as transformers wrote
-        them."""
-        return _current.get()
-
-    # answers to transformers' mixers: there is no earlier state, so that they run their code for many tokens
-
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        return None
-
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        return None
-
-    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        return False
-
-    def is_recording_past(self, layer_idx: int) -> bool:
-        return False
-
-    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        """Note which layer runs next. The convolution stores its inputs itself."""
-        self._layer, self._calls = (layer_idx, state_idx), 0
-        return conv_states
-
-    def update_recurrent_state(
-        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
-    ) -> Tensor:
-        return recurrent_states
-
-    # memory of layers, for the scans
-
-    def convolution(self, device: torch.device, taps: int) -> Convolution:
-        """Return the memory of the convolution in the layer under way."""
-        return self._memory(Convolution, lambda: Convolution(self, device, taps))
-
-    def linear(self, device: torch.device) -> LinearState:
-        """Return the memory of the linear state in the layer under way."""
-        return self._memory(LinearState, lambda: LinearState(self, device))
-
-    def grouped(self, device: torch.device, group: int) -> GroupedState:
-        """Return the memory of the grouped state in the layer under way."""
-        return self._memory(GroupedState, lambda: GroupedState(self, device, group))
-
-    def selective(self, device: torch.device) -> SelectiveState:
-        """Return the memory of a scan in the layer under way; a layer may scan several times, head by head."""
-        self._calls += 1
-        return self._memory(SelectiveState, lambda: SelectiveState(self, device), self._calls)
-
-    def _memory(self, kind: type[Memory], make: Callable[[], Memory], call: int = 0) -> Memory:
-        """Return the memory of this kind in the layer under way, which is made where there is none."""
-        key = (*self._layer, kind, call)
-        if key not in self.memories:
-            self.memories[key] = make()
-        memory = self.memories[key]
-        assert isinstance(memory, kind)
-        return memory
-
-    # the cache as a whole
 
     def keep_in(self, precision: torch.dtype) -> None:
         """Hold states, and sum over them, in this dtype. It is called before `reserve`."""
@@ -129,12 +61,10 @@ class RecurrentCache(TailCache):
             batch = dataclasses.replace(batch, slots=torch.where(held, self.slots - 1, batch.slots))
         self.begin(batch.slots, batch.rows, batch.mask.shape[-1])
         places = self.places = TailBuffer(batch, base, self.window, self.slots - 1)
-        token = _current.set(self)
         try:
             yield
         finally:
             self.places = None
-            _current.reset(token)
         if not places.chain:
             return
         end = torch.where(places.real, places.batch.slots + 1, 0).amax(1)
@@ -145,7 +75,7 @@ class RecurrentCache(TailCache):
             self.base.index_copy_(0, places.rows, base)
 
     def reserve(self, rows: int, slots: int, window: int | None = None) -> None:
-        """Reserve as ForestCache does. window: most slots that a row may hold past its common prefix; None: all."""
+        """Reserve as KVCache does. window: most slots that a row may hold past its common prefix; None: all."""
         super().reserve(rows, slots)
         wanted = max(self.window, self.slots if window is None else window)
         if (self.rows, wanted) == (len(self.base), self.window):

@@ -282,11 +282,14 @@ class TransformersForestModel(BaseForestModel):
         values: Tensor | None = output.logits if logits else None
         return values
 
-    def _masks(self, batch: ForestInput, metadata: AttentionMetadata) -> Tensor | dict[str, Tensor]:
+    def _masks(self, batch: ForestInput, metadata: AttentionMetadata) -> Tensor | dict[str, Tensor | None]:
         kinds = self._plan.kinds
         if not kinds:
             return self._additive("sliding_attention", batch, metadata)
-        return {kind: self._additive(kind, batch, metadata) for kind in {"full_attention", *kinds} & _LAYER_KINDS}
+        return {  # recurrent layers take none
+            kind: self._additive(kind, batch, metadata) if kind in _LAYER_KINDS else None
+            for kind in ("full_attention", *kinds)
+        }
 
     def _additive(self, kind: str, batch: ForestInput, metadata: AttentionMetadata) -> Tensor:
         """Return the mask [R, 1, n, S] that eager and sdpa add to scores."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.errors import UnsupportedModelError
 from dsbd_cli.models.cache import ForestCache
+from dsbd_cli.models.recurrent.mixer_cache import MixerCache
 from dsbd_cli.models.recurrent.mixers import REFUSED, bind, has_mixers
 from dsbd_cli.models.recurrent.states import RecurrentCache
 from dsbd_cli.models.transformers_backend.attention import attention_over
@@ -28,7 +29,7 @@ class CausalForestModel(TransformersForestModel):
         if not has_mixers(self._model):
             return ForestCache()
         bind(self._model)
-        return RecurrentCache(device)
+        return MixerCache(device)
 
     def keep_recurrent_states_in(self, precision: torch.dtype) -> None:
         """Hold recurrent states, and sum over them, in this dtype. It is called before `reserve`. In float64 the order

@@ -15,7 +15,7 @@ import functools
 import torch
 from torch import Tensor
 
-from dsbd_cli.ops import recording
+from dsbd_cli.ops import recording, reference
 from dsbd_cli.ops.cpu.runtime import FLOATS, CpuKernel, fields, flattened, kernels, layout, offsets, shares
 from dsbd_cli.ops.reference import ClampedGLU, Norm
 
@@ -56,8 +56,50 @@ class RotateArguments(ctypes.Structure):
     )  # fmt: skip
 
 
-NORM, GATED, ROTATE = offsets(NormArguments), offsets(GatedArguments), offsets(RotateArguments)
-LAYOUT = layout(NormArguments, GatedArguments, RotateArguments)
+class OutputGateArguments(ctypes.Structure):
+    """Arguments of a gate of attention: sizes, addresses, and strides in bytes. each: every number has a factor."""
+
+    _fields_ = fields(
+        "taken", "threads", "items", "rows", "share", "heads", "dim", "x", "gate", "gate_row", "each", "out", "narrow"
+    )
+
+
+class GatedNormArguments(ctypes.Structure):
+    """Arguments of a norm of groups with a gate: sizes, addresses, and strides in bytes. width: of a group. weight: 0
+    for no norm."""
+
+    _fields_ = (
+        *fields("taken", "threads", "items", "rows", "share", "groups", "width", "x", "x_row", "gate", "gate_row",
+                "weight", "out", "gate_first", "narrow"),
+        ("eps", ctypes.c_float),
+    )  # fmt: skip
+
+
+class DeltaArguments(ctypes.Structure):
+    """Arguments of the inputs of a gated delta rule: sizes, addresses, and strides in bytes. factor: of the betas."""
+
+    _fields_ = (
+        *fields("taken", "threads", "items", "rows", "share", "groups", "dim", "heads", "x", "x_row", "betas",
+                "betas_row", "steps", "steps_row", "decay", "bias", "query", "key", "decays", "out"),
+        ("factor", ctypes.c_float),
+    )  # fmt: skip
+
+
+class StepsArguments(ctypes.Structure):
+    """Arguments of the step sizes of a Mamba-2 scan: sizes, addresses, and strides in bytes. least, most: limits."""
+
+    _fields_ = (
+        *fields("taken", "threads", "items", "rows", "share", "heads", "steps", "steps_row", "decay", "bias", "sizes",
+                "decays"),
+        ("least", ctypes.c_float),
+        ("most", ctypes.c_float),
+    )  # fmt: skip
+
+
+_KINDS = (NormArguments, GatedArguments, RotateArguments, OutputGateArguments, GatedNormArguments, DeltaArguments,
+          StepsArguments)  # fmt: skip
+NORM, GATED, ROTATE, OUTPUT_GATE, GATED_NORM, DELTA, STEPS = (offsets(kind) for kind in _KINDS)
+LAYOUT = layout(*_KINDS)
 
 
 def norm(rms: Norm, x: Tensor, more: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -128,7 +170,74 @@ def rotate(
     return out
 
 
+def output_gate(attended: Tensor, gate: Tensor) -> Tensor:
+    """Do what `reference.output_gate` does."""
+    flat, rows, row = flattened(gate)
+    heads, dim = attended.shape[2:]
+    assert attended.is_contiguous()
+    unit, each = attended.element_size(), gate.shape[-1] != heads
+    out = recording.empty(*attended.shape, dtype=attended.dtype)
+    items, share = shares(rows, torch.get_num_threads())
+    arguments = OutputGateArguments(
+        0, 0, items, rows, share, heads, dim, attended.data_ptr(), flat.data_ptr(), row * unit, each, out.data_ptr(),
+        unit == 2,
+    )  # fmt: skip
+    recording.launch(compiled()[3], arguments, rows * heads * dim * COSTS, items)
+    return out
+
+
+def gated_norm(rms: Norm | None, x: Tensor, gate: Tensor, groups: int, gate_first: bool) -> Tensor:
+    """Do what `reference.gated_norm` does."""
+    width = x.shape[-1] // groups
+    if width % STEP:
+        return reference.gated_norm(rms, x, gate, groups, gate_first)
+    flat, rows, row = flattened(x)
+    gates, _, gate_row = flattened(gate)
+    unit, out = x.element_size(), recording.empty(*x.shape, dtype=x.dtype)
+    items, share = shares(rows, torch.get_num_threads())
+    arguments = GatedNormArguments(
+        0, 0, items, rows, share, groups, width, flat.data_ptr(), row * unit, gates.data_ptr(), gate_row * unit,
+        0 if rms is None else rms.weight.data_ptr(), out.data_ptr(), gate_first, unit == 2,
+        0.0 if rms is None else rms.eps,
+    )  # fmt: skip
+    recording.launch(compiled()[4], arguments, rows * x.shape[-1] * COSTS, items)
+    return out
+
+
+def delta_inputs(
+    x: Tensor, betas: Tensor, steps: Tensor, decay: Tensor, bias: Tensor, groups: int, dim: int, factor: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Do what `reference.delta_inputs` does."""
+    if dim % STEP:
+        return reference.delta_inputs(x, betas, steps, decay, bias, groups, dim, factor)
+    (flat, rows, row), (own, _, own_row), (sizes, _, sizes_row) = (flattened(part) for part in (x, betas, steps))
+    shape, heads = x.shape[:-1], len(decay)
+    query, key = (recording.empty(*shape, groups, dim, dtype=torch.float32) for _ in range(2))
+    decays, out = (recording.empty(*shape, heads, dtype=torch.float32) for _ in range(2))
+    items, share = shares(rows, torch.get_num_threads())
+    arguments = DeltaArguments(
+        0, 0, items, rows, share, groups, dim, heads, flat.data_ptr(), row * 4, own.data_ptr(), own_row * 4,
+        sizes.data_ptr(), sizes_row * 4, decay.data_ptr(), bias.data_ptr(), query.data_ptr(), key.data_ptr(),
+        decays.data_ptr(), out.data_ptr(), factor,
+    )  # fmt: skip
+    recording.launch(compiled()[5], arguments, rows * (groups * dim + heads * 8) * COSTS, items)
+    return query, key, decays, out
+
+
+def step_sizes(steps: Tensor, decay: Tensor, bias: Tensor, limits: tuple[float, float]) -> tuple[Tensor, Tensor]:
+    """Do what `reference.step_sizes` does."""
+    flat, rows, row = flattened(steps)
+    sizes, decays = (recording.empty(*steps.shape, dtype=torch.float32) for _ in range(2))
+    items, share = shares(rows, torch.get_num_threads())
+    arguments = StepsArguments(
+        0, 0, items, rows, share, len(decay), flat.data_ptr(), row * 4, decay.data_ptr(), bias.data_ptr(),
+        sizes.data_ptr(), decays.data_ptr(), *limits,
+    )  # fmt: skip
+    recording.launch(compiled()[6], arguments, rows * len(decay) * 8 * COSTS, items)
+    return sizes, decays
+
+
 @functools.cache
 def compiled() -> list[CpuKernel]:
     """Return the kernels, made at the first call."""
-    return kernels("layer", "norm", "gated", "rotate")
+    return kernels("layer", "norm", "gated", "rotate", "output_gate", "gated_norm", "delta_inputs", "steps")

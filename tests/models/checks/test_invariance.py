@@ -21,7 +21,7 @@ from dsbd_cli.models.checkpoints.checkpoint import Checkpoint, open_pair
 from dsbd_cli.models.checks.invariance import Surroundings, _logits, check
 from dsbd_cli.models.load_model import load_model
 from dsbd_cli.models.pair import LoadedPair, load_pair
-from dsbd_cli.models.recurrent import mixers
+from dsbd_cli.models.recurrent import recurrences
 from dsbd_cli.models.recurrent.linear_state import LinearState
 from dsbd_cli.models.recurrent.states import RecurrentCache
 from dsbd_cli.models.transformers_backend import patching
@@ -121,7 +121,7 @@ def corrections_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def narrow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """softplus as the library has it in float32."""
-    monkeypatch.setattr(mixers, "_softplus", lambda x, _: torch.nn.functional.softplus(x))
+    monkeypatch.setattr(recurrences, "softplus", lambda x, _: torch.nn.functional.softplus(x))
 
 
 @pytest.mark.parametrize("break_it", [corrections_in_float32, narrow_steps])

@@ -18,6 +18,7 @@ from dsbd_cli.ops.cpu.kernels.simd import (
     divide,
     exp2,
     fma,
+    get_bf16,
     get_f32,
     get_i64,
     larger,
@@ -25,6 +26,7 @@ from dsbd_cli.ops.cpu.kernels.simd import (
     load_f32,
     mul,
     nearest_bf16,
+    put_f32,
     root,
     smaller,
     splat,
@@ -34,11 +36,11 @@ from dsbd_cli.ops.cpu.kernels.simd import (
     take,
     total,
 )
-from dsbd_cli.ops.cpu.layer import GATED, LAYOUT, NORM, ROTATE
+from dsbd_cli.ops.cpu.layer import DELTA, GATED, GATED_NORM, LAYOUT, NORM, OUTPUT_GATE, ROTATE, STEPS
 
-compiled = KernelCompiler("norms, rotations and activations", seconds=2, layout=LAYOUT)
+compiled = KernelCompiler("norms, rotations and activations", seconds=4, layout=LAYOUT)
 
-# `at` is the address of a layer.NormArguments, GatedArguments or RotateArguments, whose fields have these offsets.
+# `at` is the address of the arguments that layer.py declares for a kernel, whose fields have these offsets.
 assert layer_ops.STEP == LANES
 (N_TAKEN, _, N_ITEMS, N_ROWS, N_SHARE, N_WIDTH, N_X, N_X_ROW, N_MORE, N_MORE_ROW, N_WEIGHT, N_OUT, N_SUMMED,
  N_UNIT_OFFSET, N_NARROW, N_EPS) = NORM  # fmt: skip
@@ -61,6 +63,14 @@ assert layer_ops.STEP == LANES
 (R_TAKEN, _, R_ITEMS, R_ROWS, R_SHARE, R_NODES, R_HEADS, R_KV_HEADS, R_DIM, R_QKV, R_QKV_ROW, R_COS, R_SIN,
  R_ANGLE_ROW, R_SLOTS, R_OUT, R_KEYS, R_VALUES, R_QUERY_NORM, R_KEY_NORM, R_UNIT_OFFSET, R_NARROW,
  R_EPS) = ROTATE  # fmt: skip
+
+(O_TAKEN, _, O_ITEMS, O_ROWS, O_SHARE, O_HEADS, O_DIM, O_X, O_GATE, O_GATE_ROW, O_EACH, O_OUT, O_NARROW) = OUTPUT_GATE
+(M_TAKEN, _, M_ITEMS, M_ROWS, M_SHARE, M_GROUPS, M_WIDTH, M_X, M_X_ROW, M_GATE, M_GATE_ROW, M_WEIGHT, M_OUT,
+ M_GATE_FIRST, M_NARROW, M_EPS) = GATED_NORM  # fmt: skip
+(D_TAKEN, _, D_ITEMS, D_ROWS, D_SHARE, D_GROUPS, D_DIM, D_HEADS, D_X, D_X_ROW, D_BETAS, D_BETAS_ROW, D_STEPS,
+ D_STEPS_ROW, D_DECAY, D_BIAS, D_QUERY, D_KEY, D_DECAYS, D_OUT, D_FACTOR) = DELTA  # fmt: skip
+(S_TAKEN, _, S_ITEMS, S_ROWS, S_SHARE, S_HEADS, S_STEPS, S_STEPS_ROW, S_DECAY, S_BIAS, S_SIZES, S_DECAYS, S_LEAST,
+ S_MOST) = STEPS  # fmt: skip
 
 TO_BASE_2 = -math.log2(math.e)
 MOST_POWER = 120.0  # of two: a number divided by a larger power is practically zero
@@ -230,3 +240,143 @@ def rotate(at):
             while i < kv_heads * size:
                 store(target + i, load(source + i, narrow), narrow)
                 i += LANES * unit
+
+
+@njit(error_model="numpy")
+def sigmoid(value):
+    power = smaller(mul(value, splat(types.float32(TO_BASE_2))), splat(types.float32(MOST_POWER)))
+    one = splat(types.float32(1))
+    return divide(one, add(one, exp2(power)))
+
+
+@njit(error_model="numpy")
+def number(address, narrow):
+    return get_bf16(address) if narrow else get_f32(address)
+
+
+@njit(error_model="numpy")
+def silu(value):
+    return mul(value, sigmoid(value))
+
+
+@compiled.addressed
+def output_gate(at):
+    """Multiply attention by the sigmoid of a gate, of each number or of each head."""
+    heads, dim, narrow, each = get_i64(at + O_HEADS), get_i64(at + O_DIM), get_i64(at + O_NARROW), get_i64(at + O_EACH)
+    unit = types.int64(2) if narrow else types.int64(4)
+    while True:
+        item = take(at + O_TAKEN)
+        if item >= get_i64(at + O_ITEMS):
+            return
+        share = get_i64(at + O_SHARE)
+        for row in range(item * share, min((item + 1) * share, get_i64(at + O_ROWS))):
+            gate, past = get_i64(at + O_GATE) + row * get_i64(at + O_GATE_ROW), row * heads * dim * unit
+            x, out = get_i64(at + O_X) + past, get_i64(at + O_OUT) + past
+            for head in range(heads):
+                factor = near(sigmoid(splat(number(gate + head * unit, narrow))), narrow)
+                for i in range(head * dim * unit, (head + 1) * dim * unit, LANES * unit):
+                    if each:
+                        factor = near(sigmoid(load(gate + i, narrow)), narrow)
+                    store(out + i, mul(load(x + i, narrow), factor), narrow)
+
+
+@compiled.addressed
+def gated_norm(at):
+    """Normalise groups of numbers and multiply them by silu of a gate, in either order."""
+    groups, width, narrow = get_i64(at + M_GROUPS), get_i64(at + M_WIDTH), get_i64(at + M_NARROW)
+    gate_first, weight, eps = get_i64(at + M_GATE_FIRST), get_i64(at + M_WEIGHT), get_f32(at + M_EPS)
+    unit = types.int64(2) if narrow else types.int64(4)
+    size = width * unit
+    while True:
+        item = take(at + M_TAKEN)
+        if item >= get_i64(at + M_ITEMS):
+            return
+        share = get_i64(at + M_SHARE)
+        for row in range(item * share, min((item + 1) * share, get_i64(at + M_ROWS))):
+            x, gate = (
+                get_i64(at + M_X) + row * get_i64(at + M_X_ROW),
+                get_i64(at + M_GATE) + row * get_i64(at + M_GATE_ROW),
+            )
+            out = get_i64(at + M_OUT) + row * groups * size
+            for start in range(0, groups * size, size):
+                scale = splat(types.float32(1))
+                if weight != 0:
+                    squares = splat(types.float32(0))
+                    for i in range(start, start + size, LANES * unit):
+                        value = load(x + i, narrow)
+                        if gate_first:
+                            value = mul(value, silu(load(gate + i, narrow)))
+                        squares = fma(value, value, squares)
+                    scale = splat(scale_of(total(squares), width, eps))
+                for i in range(start, start + size, LANES * unit):
+                    value, factor = load(x + i, narrow), silu(load(gate + i, narrow))
+                    if gate_first or weight == 0:
+                        value = mul(value, factor)
+                    if weight != 0:
+                        value = scaled(value, scale, load(weight + i, narrow), False, narrow)
+                        if not gate_first:
+                            value = mul(near(value, narrow), factor)
+                    store(out + i, value, narrow)
+
+
+@njit(error_model="numpy")
+def softplus(x):
+    """Return log(1 + exp(x)), in float64, so that it is rounded once."""
+    wide = types.float64(x)
+    return types.float32(wide if wide > 20.0 else math.log1p(math.exp(wide)))
+
+
+@njit(error_model="numpy")
+def write_unit(source, target, dim, scale):
+    """Write a head divided by its norm, times `scale`."""
+    squares = splat(types.float32(0))
+    for i in range(0, dim * 4, LANES * 4):
+        value = load_f32(source + i)
+        squares = fma(value, value, squares)
+    factor = splat(scale / root(total(squares) + types.float32(1e-6)))
+    for i in range(0, dim * 4, LANES * 4):
+        store_f32(target + i, mul(load_f32(source + i), factor))
+
+
+@compiled.addressed
+def delta_inputs(at):
+    """Normalise queries and keys of the gated delta rule, and compute its betas and log-decays."""
+    groups, dim, heads = get_i64(at + D_GROUPS), get_i64(at + D_DIM), get_i64(at + D_HEADS)
+    scale, size = types.float32(1) / root(types.float32(dim)), dim * 4
+    while True:
+        item = take(at + D_TAKEN)
+        if item >= get_i64(at + D_ITEMS):
+            return
+        share = get_i64(at + D_SHARE)
+        for row in range(item * share, min((item + 1) * share, get_i64(at + D_ROWS))):
+            x = get_i64(at + D_X) + row * get_i64(at + D_X_ROW)
+            for group in range(groups):
+                past = (row * groups + group) * size
+                write_unit(x + group * size, get_i64(at + D_QUERY) + past, dim, scale)
+                write_unit(x + (groups + group) * size, get_i64(at + D_KEY) + past, dim, types.float32(1))
+            betas = get_i64(at + D_BETAS) + row * get_i64(at + D_BETAS_ROW)
+            steps = get_i64(at + D_STEPS) + row * get_i64(at + D_STEPS_ROW)
+            for past in range(0, heads * 4, 4):
+                out = row * heads * 4 + past
+                beta = types.float32(1 / (1 + math.exp(-types.float64(get_f32(betas + past)))))
+                put_f32(get_i64(at + D_OUT) + out, beta * get_f32(at + D_FACTOR))
+                size_of_step = softplus(get_f32(steps + past) + get_f32(get_i64(at + D_BIAS) + past))
+                put_f32(get_i64(at + D_DECAYS) + out, get_f32(get_i64(at + D_DECAY) + past) * size_of_step)
+
+
+@compiled.addressed
+def steps(at):
+    """Compute step sizes and log-decays of a Mamba-2 scan."""
+    heads, least, most = get_i64(at + S_HEADS), get_f32(at + S_LEAST), get_f32(at + S_MOST)
+    while True:
+        item = take(at + S_TAKEN)
+        if item >= get_i64(at + S_ITEMS):
+            return
+        share = get_i64(at + S_SHARE)
+        for row in range(item * share, min((item + 1) * share, get_i64(at + S_ROWS))):
+            source = get_i64(at + S_STEPS) + row * get_i64(at + S_STEPS_ROW)
+            for past in range(0, heads * 4, 4):
+                size = min(max(softplus(get_f32(source + past) + get_f32(get_i64(at + S_BIAS) + past)), least), most)
+                put_f32(get_i64(at + S_SIZES) + row * heads * 4 + past, size)
+                decay = get_f32(get_i64(at + S_DECAY) + past) * size
+                put_f32(get_i64(at + S_DECAYS) + row * heads * 4 + past, decay)
