@@ -31,18 +31,8 @@ def next_window(job: RequestState, result: RequestResult, codec: TextCodec) -> R
         return replace(result, hypotheses=(), stats=_sum(answers), error=error)
     if window is None:
         return _joined(answers, job.windows)
-    return replace(
-        job,
-        stats=RequestStats(),
-        started=time.perf_counter(),
-        used=0,
-        common_prefix=0,
-        drafted=0,
-        retried=False,
-        prefilled=False,
-        encoder_input=window,
-        answers=answers,
-    )
+    now = time.perf_counter()
+    return replace(job, stats=RequestStats(), started=now, retried=False, encoder_input=window, answers=answers)
 
 
 def _joined(answers: tuple[RequestResult, ...], windows: SourceWindows) -> RequestResult:

@@ -342,10 +342,12 @@ def test_a_stopped_run_gives_no_part_of_a_file(engine: dsbd_cli.Engine, sounds: 
 
 
 def test_small_batches_end_for_rows_that_come_later(engine: dsbd_cli.Engine, sounds: list[Path]) -> None:
-    """Guards a row that waits until a long file, with which a batch began alone, is read to its end."""
-    items = iter([*asked(sounds[2:3]), None, *asked(sounds[1:2])])
-    order = [result.request.audio for result in engine.run(items, ordered=False)]
-    assert order == [str(sounds[1]), str(sounds[2])]
+    """Guards a row that waits until the long files with which a batch began are read to their ends."""
+    for first in (sounds[2:3], [sounds[0], sounds[2]]):
+        items = iter([*asked(first), None, *asked(sounds[1:2])])
+        results = list(engine.run(items, ordered=False))
+        assert results[0].request.audio == str(sounds[1])
+        assert len(results) == len(first) + 1
 
 
 def test_streamed_pieces_are_whole_segments(
@@ -387,3 +389,15 @@ def test_rows_of_a_run_are_written_whole_and_resumed(
     assert [json.loads(line)["segments"] for line in out.read_bytes().splitlines()[:2]] == [
         record["segments"] for record in records[:2]
     ]
+
+
+def test_bench_leaves_long_sound_out(
+    folder: Path, sounds: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its comparators would read the first window alone."""
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"audio": str(sounds[0]), "reference": "w1"}) + "\n")
+    options = ["bench", "--target", str(folder), "--draft", "none", "--task", "words", "--data", str(data)]
+    options += ["--methods", "beam-search", "--max-new-tokens", "24", "--files-under", str(sounds[0].parent)]
+    assert run(options) == 2
+    assert "the audio of each is too long for the target" in capsys.readouterr().err
