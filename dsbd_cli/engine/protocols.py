@@ -318,6 +318,26 @@ class SizedCodec(TextCodec, Protocol):
         ...
 
 
+class SourceWindows(Protocol):
+    """Windows of a source that the encoder cannot take whole. They are read one after the other, because the answer to
+    one says where the next begins."""
+
+    @property
+    def text(self) -> str:
+        """Text of all windows that are answered. It grows at its end."""
+        ...
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """The same text with times."""
+        ...
+
+    def advance(self, ids: Sequence[int]) -> Tensor | None:
+        """Take the answer to the present window, without its end token, and return the next window; None at the end of
+        the source. Raises RowError."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class EncoderRequest:
     """A request to a model with an encoder.
@@ -329,6 +349,7 @@ class EncoderRequest:
         listen: a function for a request that does not name the language of its speech; else None. From the target's
             logits [V] behind the prompt's first token it returns the prompt, which is as long, and the name of the
             language.
+        windows: of the source, where it is read in several; `encoder_input` is then the first one.
     """
 
     encoder_input: Tensor
@@ -336,6 +357,7 @@ class EncoderRequest:
     prefix: int = 0
     forced: int | None = None
     listen: Callable[[Tensor], tuple[list[int], str]] | None = None
+    windows: SourceWindows | None = None
 
 
 @runtime_checkable

@@ -101,7 +101,7 @@ class Batch:
                 row, job.rules, job.prompt, sampling.max_new_tokens, job.ends.tokens, on_logits=on_logits
             )
             stop = self._tables.stops.start(job.ends)
-            entries[row] = NewRow(job.prompt, job.request.seed, sampling, stop, self._legal[row])
+            entries[row] = NewRow(job.prompt, job.seed, sampling, stop, self._legal[row])
         self.state.admit(entries)
         for row, job in new.items():
             if (

@@ -198,6 +198,13 @@ class Encoder:
         job.listen = encoded.listen
         job.source_tokens = self.readers[0][0].encoder_places(encoder_input) if is_image else encoder_input.shape[-1]
         job.rules = self._rules.of(request.sampling, "checkpoint", prompt, encoded.forced)
+        if encoded.windows is not None:
+            if (bound := _binding(job)) is not None:
+                raise InvalidRowError(
+                    f"{bound} says how the whole answer reads, but the audio is so long that it is read in windows: "
+                    "drop one of them"
+                )
+            job.windows, job.rules = encoded.windows, job.rules.having("timestamps", True)
         forced = job.rules.forced_bos_token_id
         if forced is not None and len(prompt) == 1 and (job.catalogue is not None or job.grammar is not None):
             field = "allow" if job.catalogue is not None else "grammar"

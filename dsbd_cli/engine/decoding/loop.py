@@ -17,9 +17,10 @@ from dsbd_cli.engine.decoding.recovery import Recovery
 from dsbd_cli.engine.decoding.results import collect, common_tokens, nan_result, read_finished, record_iteration
 from dsbd_cli.engine.decoding.scheduler import RequestQueue, Scheduler
 from dsbd_cli.engine.decoding.tables import RequestTables
+from dsbd_cli.engine.decoding.windows import next_window
 from dsbd_cli.engine.drafting.base import Drafter, EngineStopped
 from dsbd_cli.engine.iteration.devices import current, events
-from dsbd_cli.engine.iteration.request_state import Results
+from dsbd_cli.engine.iteration.request_state import RequestState, Results
 from dsbd_cli.engine.iteration.stepper import Stepper
 from dsbd_cli.engine.planning.planner import Observation, Planner, Shape
 from dsbd_cli.engine.planning.timing import PhaseTimer
@@ -72,7 +73,8 @@ class Loop(Generic[Item]):
         while not self.stopping() and (queue.waiting or batch.running):
             self._shape = None
             try:
-                batch.admit(queue.waiting)
+                if not (batch.running and self.scheduler.ending(queue, batch)):
+                    batch.admit(queue.waiting)
                 self._iterate(batch)
             except EngineStopped:
                 return
@@ -86,6 +88,8 @@ class Loop(Generic[Item]):
             yield from results.ready()
             self.scheduler.refill(queue, batch)
             yield from results.ready()
+            if not batch.running and self.scheduler.ending(queue, batch):
+                return
             if queue.finished and (kept := batch.shrink()):
                 self.drafter.select(torch.tensor(kept, device=self.caches.target.device))
 
@@ -133,7 +137,8 @@ class Loop(Generic[Item]):
             self.results.progress(job, partial(common_tokens, batch.state, row))
 
     def _hand_out(self, batch: Batch, rows: list[int], report: Report) -> None:
-        """Put results of rows that are done, and errors of those whose model returned NaN, and free the rows."""
+        """Put results of rows that are done, and errors of those whose model returned NaN, and free the rows. The next
+        window of a source waits before all other requests."""
         jobs, state, grammars = dict(batch.running), batch.state, self.tables.grammars.compiler
         for row in rows:
             if report.rows[row].invalid:
@@ -147,5 +152,10 @@ class Loop(Generic[Item]):
                 for row, hypotheses in zip(rows, finished, strict=True)
             }
         for row, result in results.items():
-            self.results.put(jobs[row].number, result)
+            job = jobs[row]
+            following = next_window(job, result, self.codec)
+            if isinstance(following, RequestState):
+                self.queue.waiting.appendleft(following)
+            else:
+                self.results.put(job.number, following)
         batch.remove(rows)

@@ -90,11 +90,14 @@ class Scheduler:
                 return
         queue.read(self.rows - len(queue.waiting))
 
+    def ending(self, queue: RequestQueue, batch: Batch) -> bool:
+        """Return whether a running batch takes no further requests: it began small, because little was ready, and ends
+        so that a larger one can begin."""
+        return len(batch.jobs) < self.rows and not queue.exhausted
+
     def refill(self, queue: RequestQueue, batch: Batch) -> None:
         """Read requests for the free rows of a running batch."""
-        # a batch that began small, because little was ready, ends so that a larger one can begin
-        growing = len(batch.jobs) < self.rows and not queue.exhausted
-        if not growing and queue.results.held < READ_AHEAD * self.batch_size:
+        if not self.ending(queue, batch) and queue.results.held < READ_AHEAD * self.batch_size:
             queue.read(len(batch.free) - len(queue.waiting))
 
     def ran(self, batch: Batch) -> None:

@@ -33,10 +33,13 @@ class Pieces:
     def progress(self, job: RequestState, tokens: Callable[[], list[int]]) -> None:
         """Take the new text of a running request. The device is read only where the live beams have more in common than
         before."""
+        if job.windows is not None:
+            # what follows the last complete segment of a window is read again; half a character may be completed
+            self._add(job, job.windows.text.rstrip("\N{REPLACEMENT CHARACTER}"))
+            return
         if job.common_prefix <= self._common_prefix.get(job.number, len(job.prompt) - 1):
             return
         self._common_prefix[job.number] = job.common_prefix
-        sent = self._sent.get(job.number, "")
         sampling = job.request.sampling
         if job.request.chat.reads_calls:
             return  # what is written may be a call
@@ -46,6 +49,11 @@ class Pieces:
             text = text[: max(0, len(text) - max((len(stop.encode()) - 1 for stop in sampling.stop), default=0))]
         if job.reasoning is not None:
             text = job.reasoning.certain(text)
+        self._add(job, text)
+
+    def _add(self, job: RequestState, text: str) -> None:
+        """Send what is new in the text of a request so far."""
+        sent = self._sent.get(job.number, "")
         # the text is shorter after out of memory, when the request begins again
         if len(text) > len(sent) and text.startswith(sent):
             self._sent[job.number] = text

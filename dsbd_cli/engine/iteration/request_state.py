@@ -15,7 +15,8 @@ from dsbd_cli.config.token_rules import TokenRules
 from dsbd_cli.engine.constraints.answers import Catalogue
 from dsbd_cli.engine.constraints.stops import StopSet
 from dsbd_cli.engine.planning.acceptance import Acceptance
-from dsbd_cli.requests import Request, RequestResult
+from dsbd_cli.engine.protocols import SourceWindows
+from dsbd_cli.requests import Request, RequestResult, derive_seed
 from dsbd_cli.stats import RequestStats
 
 Item_co = TypeVar("Item_co", covariant=True)
@@ -36,7 +37,8 @@ class RequestState:
 
     With an encoder-decoder target `prompt` is what the decoder begins with, and `encoder_input` is what the encoder
     reads: `source_tokens` tokens, frames of audio or places of a picture. `listen`: of EncoderRequest, until the
-    language is known. `language`: the language that was recognised.
+    language is known. `language`: the language that was recognised. `windows`: of a source that is read in several;
+    `answers` are those to its windows before this one.
     """
 
     number: int
@@ -61,6 +63,14 @@ class RequestState:
     ends: StopSet = field(default_factory=StopSet)
     grammar: Grammar | None = None
     reasoning: Reasoning | None = None
+    windows: SourceWindows | None = None
+    answers: tuple[RequestResult, ...] = ()
+
+    @property
+    def seed(self) -> int:
+        """Seed of the noise; each window of a source has its own."""
+        seed, number = self.request.seed, len(self.answers)
+        return derive_seed(seed, f"window {number}") if number else seed
 
     @property
     def max_new(self) -> int:

@@ -166,13 +166,12 @@ def _source(record: TaskRecord, sampling: SamplingConfig) -> Request | None:
 
 
 def _fits(record: TaskRecord, source: Request, codec: TextCodec) -> bool:
-    """Return whether the target takes the speech or the picture, which it does not where speech is too long. Raises
-    UsageError where the file cannot be read."""
+    """Return whether the target takes the speech or the picture at once, which it does not where speech is too long.
+    Raises UsageError where the file cannot be read."""
     try:
-        if not isinstance(codec, EncoderDecoderCodec):
-            source.check_source("text")
-        else:
-            codec.encoder_input(source)
+        if isinstance(codec, EncoderDecoderCodec):
+            return codec.encoder_input(source).windows is None
+        source.check_source("text")
     except PromptTooLongError:
         return False
     except InvalidRowError as error:

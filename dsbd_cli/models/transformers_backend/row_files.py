@@ -14,8 +14,9 @@ MOST_BYTES = 1 << 28  # of a file: 256 MiB
 
 
 @contextmanager
-def open_file(field: str, path: str) -> Iterator[BinaryIO]:
-    """Open an ordinary file of at most MOST_BYTES. field: name of the request's field, for messages.
+def open_file(field: str, path: str, most: int | None = None) -> Iterator[BinaryIO]:
+    """Open an ordinary file of at most `most` bytes; None: MOST_BYTES. field: name of the request's field, for
+    messages.
 
     Raises InvalidRowError for any other file, and in place of what libraries raise inside.
     """
@@ -23,10 +24,8 @@ def open_file(field: str, path: str) -> Iterator[BinaryIO]:
         _ordinary_size(field, path, os.stat(path))  # opening a device may do something
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a named pipe may have come since
         with os.fdopen(descriptor, "rb") as file:
-            if (size := _ordinary_size(field, path, os.fstat(descriptor))) > MOST_BYTES:
-                raise InvalidRowError(
-                    f"{field} is {shown(path)}, which has {size} bytes, but must have at most {MOST_BYTES}"
-                )
+            if (size := _ordinary_size(field, path, os.fstat(descriptor))) > (most := most or MOST_BYTES):
+                raise InvalidRowError(f"{field} is {shown(path)}, which has {size} bytes, but must have at most {most}")
             yield file
 
 

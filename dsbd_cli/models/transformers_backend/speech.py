@@ -12,14 +12,18 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.config.sampling import SamplingConfig
-from dsbd_cli.config.token_rules import Timestamps, TokenRules, asked_rules
+from dsbd_cli.config.token_rules import Timestamps, TokenRules, asked_rules, named_rules
 from dsbd_cli.engine.protocols import EncoderRequest
 from dsbd_cli.errors import InvalidRowError, PromptTooLongError, UsageError, shorten
 from dsbd_cli.models.transformers_backend.encoder_inputs import Seq2SeqCodec
 from dsbd_cli.models.transformers_backend.row_files import open_file, shown
+from dsbd_cli.models.transformers_backend.speech_windows import SpeechWindows, log_mel
 from dsbd_cli.requests import Request, Segment
 
-MOST_SAMPLES = 1 << 26  # of all channels: 256 MiB, and 30 seconds of 11 channels at 192 kHz
+MOST_SECONDS = 4 * 3600  # they take 0.9 GB while they are read; their features, until the row is done, 0.5 to 0.7 GB
+MOST_BYTES = 1 << 32  # of a file: 4 GiB
+MOST_SAMPLES = 1 << 31  # of all channels: 4 hours of 3 channels at 48 kHz
+BLOCK = 1 << 20  # samples of all channels that are read at a time
 LOUDEST = 2.0**31  # 1 is full scale; the power of what is larger would overflow
 
 
@@ -35,23 +39,30 @@ def read_audio(path: str, rate: int, seconds: float) -> Tensor:
     except ImportError as error:
         raise UsageError(f"rows with audio need the extra audio ({error}): pip install 'dsbd[audio]'") from None
     name = shown(path)
-    with open_file("audio", path) as opened, soundfile.SoundFile(opened) as file:
+    with open_file("audio", path, MOST_BYTES) as opened, soundfile.SoundFile(opened) as file:
         own, samples = file.samplerate, file.frames * file.channels
         if own < 1:
             raise InvalidRowError(f"audio is {name}, which has {own} samples per second")
         if (length := file.frames / own) > seconds:
             raise PromptTooLongError(
-                f"audio is {name}, {length:.1f} seconds long, but the target takes {seconds:g}: cut it"
+                f"audio is {name}, {length:.1f} seconds long, but must have at most {seconds:g}: cut it"
             )
         if samples > MOST_SAMPLES:
             raise InvalidRowError(f"audio is {name}, which has {samples} samples, but must have at most {MOST_SAMPLES}")
-        wave = file.read(dtype="float32", always_2d=True).mean(1)
-    if not (abs(wave) <= LOUDEST).all():  # true for NaN, too
-        raise InvalidRowError(f"audio is {name}, whose samples are not all finite numbers")
-    wave = soxr.resample(wave, own, rate) if len(wave) else wave
-    if not len(wave):
+        stream = soxr.ResampleStream(own, rate, 1, dtype="float32")
+        wave, count = torch.empty(file.frames * rate // own + rate), 0
+        ended = False
+        while not ended:
+            block = file.read(max(1, BLOCK // file.channels), dtype="float32", always_2d=True).mean(1)
+            if not (abs(block) <= LOUDEST).all():  # true for NaN, too
+                raise InvalidRowError(f"audio is {name}, whose samples are not all finite numbers")
+            ended = not len(block)
+            part = torch.from_numpy(stream.resample_chunk(block, last=ended))
+            wave[count : count + len(part)] = part
+            count += len(part)
+    if not count:
         raise InvalidRowError(f"audio is {name}, which holds no sound")
-    return torch.from_numpy(wave)
+    return wave[:count]
 
 
 class WhisperCodec(Seq2SeqCodec):
@@ -80,11 +91,10 @@ class WhisperCodec(Seq2SeqCodec):
         """Return the features of the file and the decoder's prompt. Raises RowError."""
         request.check_source(self.reads)
         assert request.audio is not None
-        asked, extractor = request.sampling, self._extractor
+        asked, extractor, times = request.sampling, self._extractor, self.timestamps
         timed = asked_rules(asked.token_rules, TokenRules(), default="none").timestamps
-        for name, value in (("prefix", asked.prefix), ("stop", asked.stop or None)) if timed else ():
-            if value is not None:
-                raise InvalidRowError(f"{name} is {shorten(value)}, which does not go with timestamps: drop one")
+        if timed:
+            _refuse(asked, ("prefix", "stop"), "timestamps")
         spoken, wanted = asked.source_lang, asked.target_lang
         if spoken is None and self._multilingual and wanted is not None and _code(wanted) != "en":
             # what is not translated into English is written down as it was spoken
@@ -92,10 +102,20 @@ class WhisperCodec(Seq2SeqCodec):
         unheard = spoken is None and self._multilingual
         if unheard and not self._languages:
             raise InvalidRowError("source_lang is missing, and the target has no tokens to guess it by")
-        begin = self._prompt(next(iter(self._languages)) if unheard else spoken, wanted, timed=timed)
-        wave = read_audio(request.audio, extractor.sampling_rate, extractor.chunk_length)
-        features = extractor(wave.numpy(), sampling_rate=extractor.sampling_rate, return_tensors="pt").input_features[0]
-        made = self._joined(features, begin, None, asked)
+        first_spoken = next(iter(self._languages)) if unheard else spoken
+        begin = self._prompt(first_spoken, wanted, timed=timed)
+        rate = extractor.sampling_rate
+        wave = read_audio(request.audio, rate, extractor.chunk_length if times is None else MOST_SECONDS)
+        windows = None
+        if times is not None and len(wave) // extractor.hop_length > extractor.nb_max_frames:
+            windows = self._windows(wave, times, request)
+            timed, begin = True, self._prompt(first_spoken, wanted, timed=True)
+        features = (
+            extractor(wave.numpy(), sampling_rate=rate, return_tensors="pt").input_features[0]
+            if windows is None
+            else windows.present()
+        )
+        made = replace(self._joined(features, begin, None, asked), windows=windows)
         if not unheard:
             return made
 
@@ -104,6 +124,21 @@ class WhisperCodec(Seq2SeqCodec):
             return [*self._prompt(heard, wanted, timed=timed), *made.prompt[len(begin) :]], heard
 
         return replace(made, listen=listen)
+
+    def _windows(self, wave: Tensor, times: Timestamps, request: Request) -> SpeechWindows:
+        """Return the windows of a sound that is longer than one. Raises InvalidRowError for settings that go with one
+        window alone."""
+        asked, extractor = request.sampling, self._extractor
+        reason = f"audio of more than {extractor.chunk_length:g} seconds"
+        if named_rules(asked.token_rules).get("timestamps") is False:
+            raise InvalidRowError(f"token_rules: timestamps is 0, but {reason} is read by its times: drop it")
+        _refuse(asked, ("prefix", "stop", "include_stop_str_in_output"), reason)
+        if asked.n_best > 1:
+            raise InvalidRowError(f"n_best is {asked.n_best}, but {reason} has one text: drop it")
+        decode = partial(self.decode, skip_special_tokens=asked.skip_special_tokens)
+        size = extractor.nb_max_frames
+        stride = size // self._model.config.max_source_positions
+        return SpeechWindows(log_mel(wave, extractor), size, stride, times, decode, shown(request.audio or ""))
 
     def begin(self, asked: SamplingConfig) -> tuple[int | None, int]:
         """Return no forced token and the first token, because `encoder_input` gives all tokens that an answer begins
@@ -186,6 +221,14 @@ class WhisperCodec(Seq2SeqCodec):
     def _timeless(self, begin: list[int]) -> list[int]:
         token = self._marks["notimestamps"]
         return begin if token is None else [*begin, token]
+
+
+def _refuse(asked: SamplingConfig, names: Sequence[str], reason: str) -> None:
+    """Raise InvalidRowError where one of these settings is not its default."""
+    for name in names:
+        if value := getattr(asked, name):
+            shown_value = shorten(list(value) if name == "stop" else value)
+            raise InvalidRowError(f"{name} is {shown_value}, which does not go with {reason}: drop one")
 
 
 def _code(language: str) -> str:

@@ -18,11 +18,9 @@ from typing import Any
 import pytest
 import soundfile
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     GenerationMixin,
     LogitsProcessorList,
-    PreTrainedTokenizerFast,
     WhisperFeatureExtractor,
     WhisperForConditionalGeneration,
 )
@@ -33,49 +31,24 @@ from dsbd_cli import MethodConfig, Request, SamplingConfig
 from dsbd_cli.cli.app import run
 from dsbd_cli.engine.cache.caches import Caches
 from dsbd_cli.engine.decoding.engine import Engine
-from dsbd_cli.errors import InvalidRowError, PromptTooLongError
+from dsbd_cli.errors import InvalidRowError
 from dsbd_cli.models.transformers_backend import speech
 from dsbd_cli.models.transformers_backend.seq2seq import Seq2SeqForestModel
 from dsbd_cli.models.transformers_backend.speech import WhisperCodec, read_audio
 from dsbd_cli.requests import Segment
 from tests.helpers.pairs import ENDINGS, build_pair, perturbed
+from tests.helpers.whisper import DE, EN, END, FIRST_TIME, START, TIMELESS, TRANSCRIBE, TRANSLATE, WORDS, save_whisper
 
-SPECIAL = ["<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|de|>", "<|transcribe|>", "<|translate|>"]
-SPECIAL += ["<|notimestamps|>"]
-WORDS = 60
-END, START, EN, DE, TRANSCRIBE, TRANSLATE, TIMELESS = range(WORDS, WORDS + len(SPECIAL))
 SECONDS = 1
 NEW = 10
-TIMES = range(TIMELESS + 1, TIMELESS + 25)  # 0.00, 0.02, .. seconds
+TIMES = range(FIRST_TIME, FIRST_TIME + 24)  # 0.00, 0.02, .. seconds
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("whisper")
     model = build_pair("whisper", scale=3.0, max_source_positions=50 * SECONDS, eos_token_id=END)
-    config = model.generation_config
-    config.decoder_start_token_id, config.eos_token_id, config.pad_token_id = START, END, END
-    config.suppress_tokens = [3, 4, START, EN, DE, TRANSCRIBE, TRANSLATE, TIMELESS, *range(TIMELESS + 1, 97)]
-    config.begin_suppress_tokens = [7, END]
-    more = {
-        "lang_to_id": {"<|en|>": EN, "<|de|>": DE},
-        "_from_model_config": False,
-        "is_multilingual": True,
-        "task_to_id": {"transcribe": TRANSCRIBE, "translate": TRANSLATE},
-        "no_timestamps_token_id": TIMELESS,
-    }
-    model.save_pretrained(path)
-    # as real checkpoints have them; save_pretrained leaves out what it does not know
-    settings = path / "generation_config.json"
-    settings.write_text(json.dumps({**json.loads(settings.read_text()), **more}))
-    words = {f"Ġw{index}": index for index in range(WORDS)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="Ġw0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(SPECIAL)
-    tokenizer.add_tokens([f"<|{0.02 * step:.2f}|>" for step in range(len(TIMES))])
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>").save_pretrained(path)
-    WhisperFeatureExtractor(feature_size=8, chunk_length=SECONDS).save_pretrained(path)
+    save_whisper(path, model, SECONDS, len(TIMES), (3, 4, *range(FIRST_TIME, 97)))
     return path
 
 
@@ -437,11 +410,3 @@ def test_rows_that_cannot_be_heard_say_why(
     (result,) = engine.run([request])
     assert result.error is not None
     assert told in str(result.error)
-
-
-def test_longer_audio_names_the_limit(engine: dsbd_cli.Engine, tmp_path: Path) -> None:
-    soundfile.write(tmp_path / "long.wav", torch.zeros(24000).numpy(), 16000)
-    asked = SamplingConfig(max_new_tokens=NEW, source_lang="en")
-    (result,) = engine.run([Request(audio=str(tmp_path / "long.wav"), sampling=asked)])
-    assert isinstance(result.error, PromptTooLongError)
-    assert "1.5 seconds long, but the target takes 1: cut it" in str(result.error)
