@@ -75,6 +75,17 @@ FIT: dict[str, tuple[str, dict[str, Any]]] = {
         "GptOssConfig",
         {**HEAD, "sliding_window": 4, "layer_types": SLIDING, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
+    "llama4 chunks": (
+        "Llama4TextConfig",
+        {
+            **HEAD,
+            "intermediate_size_mlp": 48,
+            "attention_chunk_size": 4,
+            "no_rope_layers": [1, 0],
+            "floor_scale": 4,
+            "num_local_experts": 2,
+        },
+    ),
     "smollm3": ("SmolLM3Config", GROUPED),
     "cohere": ("CohereConfig", GROUPED),
 }

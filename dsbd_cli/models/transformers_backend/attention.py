@@ -46,6 +46,12 @@ def attention_over(metadata: AttentionMetadata) -> Iterator[None]:
         _metadata.reset(token)
 
 
+def node_positions() -> Tensor | None:
+    """Return the positions [R, n] of the nodes of the forward under way; None outside of a forest."""
+    metadata = _metadata.get()
+    return None if metadata is None else metadata.positions
+
+
 def grouped_attention(
     module: nn.Module,
     query: Tensor,

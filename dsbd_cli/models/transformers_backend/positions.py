@@ -1,7 +1,10 @@
 """Positions of a forest's nodes in a decoder that would count them from its cache.
 
-Three ways are known, and the loaded decoder shows which ones it has: the forward takes positions as an argument; a
-child module adds a table's rows; relative biases are computed from distances. A decoder with none of them is refused.
+For the decoder behind an encoder three ways are known, and the loaded decoder shows which ones it has: the forward
+takes positions as an argument; a child module adds a table's rows; relative biases are computed from distances. A
+decoder with none of them is refused.
+
+Decoder-only models take positions as an argument. Llama 4 counts them from its cache where it scales queries.
 
 Shape letters: R rows, n nodes, S slots, P positions, d width of the model, H heads.
 """
@@ -13,12 +16,14 @@ import inspect
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from dsbd_cli.errors import UnsupportedModelError
+from dsbd_cli.models.transformers_backend.attention import node_positions
 
 ARGUMENT = "decoder_position_ids"
 
@@ -119,6 +124,41 @@ class DecoderPositions:
             return position_bias.permute(0, 3, 1, 2)
 
         return compute_bias
+
+
+def scale_by_position(model: nn.Module) -> None:
+    """Have the layers of Llama 4 that scale their queries by position take the positions of a forest's nodes."""
+    for layer in model.modules():
+        if getattr(layer, "attn_temperature_tuning", False) and not getattr(layer, "use_rope", True):
+            # accelerate keeps the forward that its hook wraps under another name
+            name = "_old_forward" if hasattr(layer, "_hf_hook") else "forward"
+            setattr(layer, name, partial(_forward_by_position, layer, getattr(layer, name)))
+
+
+def _forward_by_position(layer: Any, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run the forward of a layer that scales queries. stock: the forward that counts positions from the cache."""
+    positions = node_positions()
+    if positions is None:
+        return stock(*args, **kwargs)
+    floors = torch.floor((positions.float() + 1.0) / layer.floor_scale)
+    scaled = _ScaledByPosition(layer, (torch.log1p(floors) * layer.attn_scale + 1.0).unsqueeze(2))
+    return type(layer).forward(scaled, *args, **kwargs)
+
+
+class _ScaledByPosition:
+    """A layer of Llama 4 whose queries are scaled where they are made. scales: [R, n, 1]."""
+
+    attn_temperature_tuning = False
+
+    def __init__(self, layer: Any, scales: Tensor) -> None:
+        self._layer, self._scales = layer, scales
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+    def q_proj(self, hidden_states: Tensor) -> Tensor:
+        query: Tensor = self._layer.q_proj(hidden_states)
+        return (query * self._scales.to(query.device)).to(query.dtype)
 
 
 def decoder_of(model: Any) -> Any:
