@@ -137,7 +137,8 @@ def _packed(
     model: BaseForestModel, tokens: Tensor, slots: Tensor, encoder_inputs: Sequence[Tensor | None] = (None,)
 ) -> Tensor:
     """Return the logits [R * N, V] of the nodes, in one row per source. The first six nodes run with the prompt, the
-    others after the slots have moved and the rows have changed places."""
+    others after the slots have moved and the rows have changed places. The last one runs alone, because some models make
+    no mask for one token."""
     total, prompt = len(tokens), _prompt_of(tokens)
     split, rows = prompt + 6, len(encoder_inputs)
     device = tokens.device
@@ -175,7 +176,7 @@ def _packed(
         slots = moved
         if rows > 1:
             model.select_rows(torch.arange(rows, device=device).flip(0))
-        after = run(split, total)
+        after = torch.cat((run(split, total - 1), run(total - 1, total)), 1)
         if rows > 1:
             after = after.flip(0)
     finally:
