@@ -86,6 +86,7 @@ FIT: dict[str, tuple[str, dict[str, Any]]] = {
             "num_local_experts": 2,
         },
     ),
+    "moshi window unused": ("MoshiConfig", {**GROUPED, "ffn_dim": 48, "sliding_window": 4}),
     "smollm3": ("SmolLM3Config", GROUPED),
     "cohere": ("CohereConfig", GROUPED),
 }
