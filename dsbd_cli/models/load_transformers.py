@@ -14,7 +14,7 @@ from dsbd_cli.models.checkpoints.lm_head import installed, trimmed_target
 from dsbd_cli.models.checkpoints.loader import PICTURE_MODELS, load, load_network, load_preprocessor, too_small
 from dsbd_cli.models.checks.invariance import check
 from dsbd_cli.models.checks.selftest import self_test
-from dsbd_cli.models.forest_model import Loaded, LoadReport
+from dsbd_cli.models.forest_model import Loaded, LoadReport, unsupported
 from dsbd_cli.models.tensor_parallel import Ranks, ShardedForestModel, check_ranks, load_slice
 from dsbd_cli.models.tokenizer import HFCodec
 from dsbd_cli.models.transformers_backend.causal import CausalForestModel
@@ -35,12 +35,14 @@ def load_transformers(checkpoint: Checkpoint) -> Loaded:
     # a draft only proposes: what it computes cannot reach the text
     wanted = spec.role == "target" and spec.numerics == "invariant"
     try:
-        forest = _forest(checkpoint, model, ranks)
+        with unsupported(type(model).__name__):
+            forest = _forest(checkpoint, model, ranks)
         forest.keep_recurrent_states_in(torch.float64 if wanted else torch.float32)
         tested = self_test(forest)
         if spec.quantizes:  # after the test, whose limits are those of the checkpoint's own rounding
             _quantize(forest, checkpoint, str(spec.quantize))
-        verdict = check(forest) if wanted else Verdict(verdicts.UNASKED)
+        with unsupported(forest.architecture):
+            verdict = check(forest) if wanted else Verdict(verdicts.UNASKED)
         notes = forest.trust(verdict.varies, verdict.copies)
         if not forest.invariant:
             forest.keep_recurrent_states_in(torch.float32)
@@ -65,12 +67,26 @@ def _forest(checkpoint: Checkpoint, model: Any, ranks: Ranks | None) -> CausalFo
     if ranks is not None:
         return ShardedForestModel(model, spec.source, ranks)
     has_encoder = bool(getattr(model.config, "is_encoder_decoder", False))
+    if has_encoder:
+        _check_source(model)
     digest = encoder_digest(model) if has_encoder else None  # of plain weights
     packed = _on_cpu(model) and not spec.quantizes and pack(model) > 0
     stock = (lambda: load_network(checkpoint)) if packed or spec.quantizes else None
     if has_encoder:
         return Seq2SeqForestModel(model, spec.source, stock, digest)
     return CausalForestModel(model, spec.source, stock)
+
+
+def _check_source(model: Any) -> None:
+    """Raise UnsupportedModelError for a model with an encoder whose source is not made here, or whose answer is no
+    text."""
+    kind, source = model.config.model_type, model.main_input_name
+    if source != "input_ids" and kind not in ("whisper", *PICTURE_MODELS):
+        raise UnsupportedModelError(f"it reads {source}, which are made from files for Whisper and for pictures alone")
+    try:
+        model.get_input_embeddings()
+    except NotImplementedError:
+        raise UnsupportedModelError(f"a {kind} has no table of tokens, so that its answer is no text") from None
 
 
 def _source_codec(

@@ -87,6 +87,8 @@ FIT: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "moshi window unused": ("MoshiConfig", {**GROUPED, "ffn_dim": 48, "sliding_window": 4}),
+    "gpt-neox-japanese": ("GPTNeoXJapaneseConfig", {**SIZES, "intermediate_multiple_size": 2}),
+    "doge": ("DogeConfig", HEAD),
     "smollm3": ("SmolLM3Config", GROUPED),
     "cohere": ("CohereConfig", GROUPED),
 }

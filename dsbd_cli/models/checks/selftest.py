@@ -137,8 +137,8 @@ def _packed(
     model: BaseForestModel, tokens: Tensor, slots: Tensor, encoder_inputs: Sequence[Tensor | None] = (None,)
 ) -> Tensor:
     """Return the logits [R * N, V] of the nodes, in one row per source. The first six nodes run with the prompt, the
-    others after the slots have moved and the rows have changed places. The last one runs alone, because some models make
-    no mask for one token."""
+    others after the slots have moved and the rows have changed places. The last one runs alone, because some models
+    make no mask for one token."""
     total, prompt = len(tokens), _prompt_of(tokens)
     split, rows = prompt + 6, len(encoder_inputs)
     device = tokens.device

@@ -2,6 +2,7 @@
 switched to it.
 
 Layers of TrOCR and BLIP, which compute attention themselves and look no function up, get a forward that calls ours.
+Those of GPT-NeoX-Japanese have a method for it, which is replaced.
 
 A context variable says which forward is under way: LongT5, Moonshine, BLIP and decoders of pictures pass no keyword of
 ours on to the function.
@@ -153,6 +154,19 @@ def attend_by_function(model: nn.Module, logits: Callable[[], Tensor]) -> None:
     if before is not None and not same_logits(before, logits()):
         for layer in layers:
             vars(layer).pop("forward", None)
+
+
+def replace_method(model: nn.Module) -> None:
+    """Have the layers of GPT-NeoX-Japanese attend by our function. Their own method takes keys that lie row after row,
+    which those of a cache with several rows do not."""
+
+    def attend_to(layer: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Any:
+        out, weights = grouped_attention(layer, query, key, value, mask, scaling=1 / layer.norm_factor)
+        return out.transpose(1, 2), weights
+
+    for layer in model.modules():
+        if type(layer).__name__ == "GPTNeoXJapaneseAttention":
+            layer._attn = partial(attend_to, layer)
 
 
 def _forward(

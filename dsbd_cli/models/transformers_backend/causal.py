@@ -14,7 +14,7 @@ from dsbd_cli.errors import UnsupportedModelError
 from dsbd_cli.models.cache import ForestCache
 from dsbd_cli.models.recurrent.mixers import REFUSED, bind, has_mixers
 from dsbd_cli.models.recurrent.states import RecurrentCache
-from dsbd_cli.models.transformers_backend.attention import attention_over
+from dsbd_cli.models.transformers_backend.attention import attention_over, replace_method
 from dsbd_cli.models.transformers_backend.base import MaskPlan, TransformersForestModel
 from dsbd_cli.models.transformers_backend.positions import scale_by_position
 
@@ -27,6 +27,7 @@ class CausalForestModel(TransformersForestModel):
         if kind in REFUSED:
             raise UnsupportedModelError(f"{self.architecture} ({kind}) cannot hold a tree of tokens: {REFUSED[kind]}")
         scale_by_position(self._model)
+        replace_method(self._model)
         if not has_mixers(self._model):
             return ForestCache()
         bind(self._model)
