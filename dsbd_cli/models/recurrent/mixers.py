@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from dsbd_cli.models.recurrent.states import RecurrentCache
 
 CONVOLUTION = "causal_conv1d_fn"
+STRENGTHS = ("b_proj", "in_proj_b", "in_proj_ba")  # products of the delta rule that become beta by a sigmoid
 
 # Kinds of models whose recurrence is known and not offered, and why.
 REFUSED = {
@@ -58,7 +59,8 @@ def bind(model: nn.Module) -> int:
         bound.__kwdefaults__ = forward.__kwdefaults__
         # accelerate keeps the forward that its hook wraps under another name
         attribute = "_old_forward" if hasattr(module, "_hf_hook") else "forward"
-        setattr(module, attribute, types.MethodType(bound, module))
+        corrects = any(hasattr(module, name) for name in STRENGTHS)
+        setattr(module, attribute, types.MethodType(bound, _WideStrengths(module) if corrects else module))
         count += 1
     return count
 
@@ -183,6 +185,28 @@ def _steps(cache: RecurrentCache, dt: Tensor, bias: Tensor | None, softplus: boo
 
 def _softplus(x: Tensor, precision: torch.dtype) -> Tensor:
     return nn.functional.softplus(x.to(precision)).to(x.dtype)
+
+
+class _WideStrengths:
+    """A mixer of the gated delta rule whose beta is computed in float64 in a forest, where the model is float32.
+
+    In float32 torch computes the last few numbers of a tensor with another exp, as `_steps` says.
+    """
+
+    def __init__(self, mixer: Any) -> None:
+        self._mixer = mixer
+
+    def __getattr__(self, name: str) -> Any:
+        part = getattr(self._mixer, name)
+        return self._widened(part) if name in STRENGTHS and RecurrentCache.current() is not None else part
+
+    @staticmethod
+    def _widened(product: Any) -> Callable[[Tensor], Tensor]:
+        def compute(x: Tensor) -> Tensor:
+            out: Tensor = product(x)
+            return out.double() if out.dtype == torch.float32 else out
+
+        return compute
 
 
 class _Functions:
