@@ -19,9 +19,11 @@ from dsbd_cli.models.tensor_parallel import Ranks, ShardedForestModel, check_ran
 from dsbd_cli.models.tokenizer import HFCodec
 from dsbd_cli.models.transformers_backend.causal import CausalForestModel
 from dsbd_cli.models.transformers_backend.encoder_inputs import Seq2SeqCodec
-from dsbd_cli.models.transformers_backend.patching import pack, quantize
+from dsbd_cli.models.transformers_backend.patching import pack, plain_weights, quantize
 from dsbd_cli.models.transformers_backend.seq2seq import Seq2SeqForestModel, encoder_digest
 from dsbd_cli.models.verdicts import Verdict
+
+LEAST_NOTED = 0.05  # share of the weights that stay as they are from which on the user is told
 
 
 def load_transformers(checkpoint: Checkpoint) -> Loaded:
@@ -39,11 +41,12 @@ def load_transformers(checkpoint: Checkpoint) -> Loaded:
             forest = _forest(checkpoint, model, ranks)
         forest.keep_recurrent_states_in(torch.float64 if wanted else torch.float32)
         tested = self_test(forest)
+        left: tuple[str, ...] = ()
         if spec.quantizes:  # after the test, whose limits are those of the checkpoint's own rounding
-            _quantize(forest, checkpoint, str(spec.quantize))
+            left = _quantize(forest, checkpoint, str(spec.quantize))
         with unsupported(forest.architecture):
             verdict = check(forest) if wanted else Verdict(verdicts.UNASKED)
-        notes = forest.trust(verdict.varies, verdict.copies)
+        notes = left + forest.trust(verdict.varies, verdict.copies)
         if not forest.invariant:
             forest.keep_recurrent_states_in(torch.float32)
     except UnsupportedModelError as error:
@@ -120,13 +123,21 @@ def _on_cpu(model: Any) -> bool:
     return not hooked and {parameter.device.type for parameter in model.parameters()} == {"cpu"}
 
 
-def _quantize(forest: CausalForestModel | Seq2SeqForestModel, checkpoint: Checkpoint, weight_format: str) -> None:
-    """Quantize the large linear layers to `int8` or `int4`, and pack the small ones. Raises UsageError where all are
-    small."""
+def _quantize(
+    forest: CausalForestModel | Seq2SeqForestModel, checkpoint: Checkpoint, weight_format: str
+) -> tuple[str, ...]:
+    """Quantize the large linear layers to `int8` or `int4`, and pack the small ones. Return a line for the user where
+    many weights stay as they are. Raises UsageError where all layers are small."""
     if not quantize(forest.module, forest.calibrate, weight_format):
         raise too_small(checkpoint.spec, f"the {checkpoint.name}")
+    share, kinds = plain_weights(forest.module)  # before the others are packed, whose weights are no parameters then
     pack(forest.module)
     forest.layers_replaced()
+    if share < LEAST_NOTED:
+        return ()
+    dtype = str(forest.weights_dtype).removeprefix("torch.")
+    role = checkpoint.spec.role
+    return (f"{share:.0%} of the {role}'s weights stay in {dtype}, not {weight_format}: those of {', '.join(kinds)}",)
 
 
 def _network(checkpoint: Checkpoint) -> tuple[Any, Any, Ranks | None]:
