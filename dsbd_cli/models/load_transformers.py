@@ -14,7 +14,7 @@ from dsbd_cli.models.checkpoints.lm_head import installed, trimmed_target
 from dsbd_cli.models.checkpoints.loader import PICTURE_MODELS, load, load_network, load_preprocessor, too_small
 from dsbd_cli.models.checks.invariance import check
 from dsbd_cli.models.checks.selftest import self_test
-from dsbd_cli.models.forest_model import Loaded, LoadReport, unsupported
+from dsbd_cli.models.forest_model import Loaded, LoadReport, SelfTestReport, unsupported
 from dsbd_cli.models.tensor_parallel import Ranks, ShardedForestModel, check_ranks, load_slice
 from dsbd_cli.models.tokenizer import HFCodec
 from dsbd_cli.models.transformers_backend.causal import CausalForestModel
@@ -40,7 +40,7 @@ def load_transformers(checkpoint: Checkpoint) -> Loaded:
         with unsupported(type(model).__name__):
             forest = _forest(checkpoint, model, ranks)
         forest.keep_recurrent_states_in(torch.float64 if wanted else torch.float32)
-        tested = self_test(forest)
+        tested = _tested(forest, checkpoint)
         left: tuple[str, ...] = ()
         if spec.quantizes:  # after the test, whose limits are those of the checkpoint's own rounding
             left = _quantize(forest, checkpoint, str(spec.quantize))
@@ -61,6 +61,24 @@ def load_transformers(checkpoint: Checkpoint) -> Loaded:
     else:
         codec = HFCodec(tokenizer, ends)
     return Loaded(forest, codec, LoadReport(tested, notes))
+
+
+def _tested(forest: CausalForestModel | Seq2SeqForestModel, checkpoint: Checkpoint) -> SelfTestReport:
+    """Run the self-test and return its report. Where a model in half precision fails, the reason may be rounding: then
+    the same weights are loaded and tested in float32.
+
+    Raises UnsupportedModelError where they fail, too, or cannot be loaded.
+    """
+    try:
+        return self_test(forest)
+    except UnsupportedModelError as failed:
+        if forest.weights_dtype == torch.float32 or checkpoint.spec.tensor_parallel != 1:
+            raise
+        try:
+            wide = checkpoint.like(dtype="float32")
+            return self_test(_forest(wide, load_network(wide), None))
+        except (ModelError, UsageError):
+            raise failed from None
 
 
 def _forest(checkpoint: Checkpoint, model: Any, ranks: Ranks | None) -> CausalForestModel | Seq2SeqForestModel:

@@ -14,6 +14,8 @@ from dsbd_cli.errors import UnsupportedModelError
 from dsbd_cli.models import load_transformers
 from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
 from dsbd_cli.models.checks.invariance import check
+from dsbd_cli.models.checks.selftest import self_test
+from dsbd_cli.models.forest_model import SelfTestReport
 from dsbd_cli.models.load_model import load_model
 from dsbd_cli.models.load_transformers import _check_source
 from dsbd_cli.models.transformers_backend.causal import CausalForestModel
@@ -60,6 +62,32 @@ def test_what_a_model_raises_is_told_in_one_line(part: str, tmp_path: Path, monk
     said = r"GPT2LMHeadModel cannot hold a tree of tokens \(AssertionError: a mask that all heads share\)"
     with pytest.raises(UnsupportedModelError, match=said):
         load_model(Checkpoint.open(ModelSpec(str(save(tmp_path, "gpt2")), device="cpu")))
+
+
+@pytest.fixture
+def coarse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Checkpoint:
+    """A checkpoint in bfloat16 that fails the self-test by rounding, as it does where attention is sharp."""
+
+    def rounds(forest: Any) -> SelfTestReport:
+        if forest.weights_dtype == torch.bfloat16:
+            raise UnsupportedModelError("the logits of a packed forest are off by 0.2 of their spread")
+        return self_test(forest)
+
+    monkeypatch.setattr(load_transformers, "self_test", rounds)
+    return Checkpoint.open(ModelSpec(str(save(tmp_path, "gpt2")), device="cpu", dtype="bfloat16"))
+
+
+def test_rounding_of_half_precision_is_no_fault(coarse: Checkpoint) -> None:
+    """Guards "cannot hold a tree of tokens" for weights that hold it exactly in float32."""
+    loaded = load_model(coarse)
+    assert loaded.model.weights_dtype == torch.bfloat16
+    assert loaded.report.tested.largest_error < 1e-4
+
+
+def test_a_fault_is_told_in_half_precision_too(coarse: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CausalForestModel, "move", lambda self, source, target, common_prefix: None)
+    with pytest.raises(UnsupportedModelError, match="the logits of a packed forest are off by"):
+        load_model(coarse)
 
 
 def test_a_decoder_of_whisper_alone_takes_as_many_tokens_as_its_table_has() -> None:
