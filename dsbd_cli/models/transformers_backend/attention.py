@@ -164,9 +164,9 @@ def replace_method(model: nn.Module) -> None:
         out, weights = grouped_attention(layer, query, key, value, mask, scaling=1 / layer.norm_factor)
         return out.transpose(1, 2), weights
 
-    for layer in model.modules():
-        if type(layer).__name__ == "GPTNeoXJapaneseAttention":
-            layer._attn = partial(attend_to, layer)
+    layers: list[Any] = [module for module in model.modules() if type(module).__name__ == "GPTNeoXJapaneseAttention"]
+    for layer in layers:
+        layer._attn = partial(attend_to, layer)
 
 
 def _forward(

@@ -196,7 +196,7 @@ def _suits(linear: nn.Linear | Conv1D, least: int, fewest: int) -> bool:
     return plain and weight.is_floating_point() and inputs >= fewest and outputs >= least
 
 
-def _multiplies(kind: type) -> bool:
+def _multiplies(kind: type[nn.Module]) -> bool:
     """Return whether the layers of a class do nothing but x W^T + b."""
     if kind is NonDynamicallyQuantizableLinear:  # its parent reads the weight
         return False
