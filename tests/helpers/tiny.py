@@ -39,6 +39,14 @@ GPT2 = {
     "eos_token_id": 2,
 }
 HEAD = {**GROUPED, "head_dim": 8}
+ALONE = {
+    **{name: value for name, value in SIZES.items() if name != "hidden_size"},
+    "d_model": 32,
+    "decoder_layers": 2,
+    "decoder_ffn_dim": 48,
+    "is_decoder": True,
+    "is_encoder_decoder": False,
+}  # the decoder of a model with an encoder
 SLIDING = ["sliding_attention", "full_attention"]
 
 # name -> (config class, settings). Windows of 4 are shorter than every test sequence.
@@ -89,6 +97,9 @@ FIT: dict[str, tuple[str, dict[str, Any]]] = {
     "moshi window unused": ("MoshiConfig", {**GROUPED, "ffn_dim": 48, "sliding_window": 4}),
     "gpt-neox-japanese": ("GPTNeoXJapaneseConfig", {**SIZES, "intermediate_multiple_size": 2}),
     "doge": ("DogeConfig", HEAD),
+    "roberta": ("RobertaConfig", {**SIZES, "is_decoder": True}),
+    "bart decoder": ("BartConfig", {**ALONE, "decoder_attention_heads": 4}),
+    "pegasus decoder": ("PegasusConfig", {**ALONE, "decoder_attention_heads": 4}),
     "smollm3": ("SmolLM3Config", GROUPED),
     "cohere": ("CohereConfig", GROUPED),
 }

@@ -4,7 +4,8 @@ For the decoder behind an encoder three ways are known, and the loaded decoder s
 takes positions as an argument; a child module adds a table's rows; relative biases are computed from distances. A
 decoder with none of them is refused.
 
-Decoder-only models take positions as an argument. Llama 4 counts them from its cache where it scales queries.
+Decoder-only models take positions as an argument, but for decoders of this kind that are saved alone. RoBERTa counts
+them from another number on. Llama 4 counts them from its cache where it scales queries.
 
 Shape letters: R rows, n nodes, S slots, P positions, d width of the model, H heads.
 """
@@ -124,6 +125,24 @@ class DecoderPositions:
             return position_bias.permute(0, 3, 1, 2)
 
         return compute_bias
+
+
+def first_position(model: nn.Module) -> int:
+    """Return the row of the table of positions that a text's first token takes: in RoBERTa and its kin the one behind
+    that of padding; in other models 0."""
+    for module in model.modules():
+        if hasattr(module, "create_position_ids_from_input_ids") and hasattr(module, "position_embeddings"):
+            return int(module.padding_idx) + 1
+    return 0
+
+
+def counts_positions(model: Any) -> bool:
+    """Return whether a decoder-only model is the decoder of one with an encoder, which takes no positions and reads a
+    table by counting from its cache (BART, Pegasus)."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    if not isinstance(getattr(decoder, "embed_positions", None), nn.Module):
+        return False
+    return "position_ids" not in inspect.signature(type(decoder).forward).parameters
 
 
 def scale_by_position(model: nn.Module) -> None:

@@ -99,6 +99,12 @@ def test_a_decoder_of_whisper_alone_takes_as_many_tokens_as_its_table_has() -> N
     assert check(forest).varies != ""
 
 
+def test_roberta_counts_from_the_row_behind_that_of_padding() -> None:
+    """Guards a text that takes more positions than the table has left."""
+    assert CausalForestModel(build("roberta"), "roberta").max_positions == 511
+    assert CausalForestModel(build("roberta", pad_token_id=1), "roberta").max_positions == 510
+
+
 def test_masks_that_differ_by_head_are_attended_by_torch() -> None:
     """Guards an assertion in the check at load: Doge adds a number to each head's scores."""
     forest = CausalForestModel(build("doge"), "doge")
