@@ -28,6 +28,7 @@ INT8_IN_INT4 = frozenset(
 )
 LEAST_FEATURES = 64  # of inputs and of outputs: smaller layers are not quantized
 MULTIPLIED = ("dt_proj",)  # layers whose weights Mamba and Jamba multiply by themselves
+ROUTERS = {"LongcatFlashTopkRouter": "classifier"}  # routers that multiply by the weight of a layer of this name
 SAME_FORWARD = ("FalconLinear",)  # subclasses whose own forward computes what that of nn.Linear does
 
 
@@ -177,7 +178,8 @@ def plain_linears(
     fewest outputs and inputs."""
     for parent in model.modules():
         for name, child in parent.named_children():
-            if isinstance(child, nn.Linear | Conv1D) and name not in MULTIPLIED and _suits(child, least, inputs):
+            read = name in MULTIPLIED or ROUTERS.get(type(parent).__name__) == name
+            if isinstance(child, nn.Linear | Conv1D) and not read and _suits(child, least, inputs):
                 yield parent, name, child
 
 
@@ -228,10 +230,11 @@ def _expert_products(experts: Any, name: str) -> list[Linear] | None:
 
 
 def _is_router(module: nn.Module) -> bool:
-    """Return whether a module is a router with a weight of its own. A linear layer inside a router is packed by
-    itself."""
-    named = type(module).__name__.endswith("Router") and "forward" not in vars(module)
-    return named and _plain(getattr(module, "weight", None), 2)
+    """Return whether a module is a router that multiplies by a weight itself. A linear layer that a router calls is
+    packed by itself."""
+    kind = type(module).__name__
+    layer = getattr(module, ROUTERS[kind]) if kind in ROUTERS else module
+    return kind.endswith("Router") and "forward" not in vars(module) and _plain(getattr(layer, "weight", None), 2)
 
 
 def _plain(weight: Any, dims: int) -> bool:

@@ -19,6 +19,7 @@ from dsbd_cli.models.forest_model import SelfTestReport
 from dsbd_cli.models.load_model import load_model
 from dsbd_cli.models.load_transformers import _check_source
 from dsbd_cli.models.transformers_backend.causal import CausalForestModel
+from dsbd_cli.models.transformers_backend.patching import pack
 from tests.helpers.checkpoints import save
 from tests.helpers.pairs import WHISPER, build_pair
 from tests.helpers.tiny import V, build
@@ -97,6 +98,14 @@ def test_a_decoder_of_whisper_alone_takes_as_many_tokens_as_its_table_has() -> N
     forest = CausalForestModel(transformers.WhisperForCausalLM(config).eval(), "whisper")
     assert forest.max_positions == 256
     assert check(forest).varies != ""
+
+
+def test_a_router_that_reads_the_weight_of_its_layer_is_packed() -> None:
+    """Guards LongCat's router, which a packed layer without numbers gave noise."""
+    plain, model, tokens = build("longcat"), build("longcat"), torch.arange(3, 40)[None]
+    if not pack(model):
+        pytest.skip("this build of torch has no packed products")
+    torch.testing.assert_close(model(input_ids=tokens).logits, plain(input_ids=tokens).logits, atol=1e-5, rtol=1e-4)
 
 
 def test_roberta_counts_from_the_row_behind_that_of_padding() -> None:
