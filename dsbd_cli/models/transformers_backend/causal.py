@@ -17,7 +17,7 @@ from dsbd_cli.models.cache import ForestCache
 from dsbd_cli.models.checkpoints.generation import positions_of
 from dsbd_cli.models.recurrent.mixers import REFUSED, bind, has_mixers
 from dsbd_cli.models.recurrent.states import RecurrentCache
-from dsbd_cli.models.transformers_backend.attention import attention_over, replace_method
+from dsbd_cli.models.transformers_backend.attention import attention_over, replace_methods
 from dsbd_cli.models.transformers_backend.base import MaskPlan, TransformersForestModel
 from dsbd_cli.models.transformers_backend.positions import (
     DecoderPositions,
@@ -26,12 +26,15 @@ from dsbd_cli.models.transformers_backend.positions import (
     scale_by_position,
 )
 
+LOCAL = "gpt_neo"  # its layers have windows, but the model takes one mask: they look theirs up
+
 
 class CausalForestModel(TransformersForestModel):
     """A decoder-only model: the prompt and the answer are one sequence."""
 
     def __init__(self, model: Any, name: str, stock: Callable[[], Any] | None = None) -> None:
         self._first_position = first_position(model)
+        self._takes_one_mask = model.config.model_type == LOCAL
         self._positions: DecoderPositions | None = None
         if counts_positions(model):
             self._positions = DecoderPositions(model, positions_of(model.config.get_text_config(decoder=True)) or 1)
@@ -47,7 +50,7 @@ class CausalForestModel(TransformersForestModel):
         if kind in REFUSED:
             raise UnsupportedModelError(f"{self.architecture} ({kind}) cannot hold a tree of tokens: {REFUSED[kind]}")
         scale_by_position(self._model)
-        replace_method(self._model)
+        replace_methods(self._model)
         if not has_mixers(self._model):
             return ForestCache()
         bind(self._model)
@@ -66,6 +69,8 @@ class CausalForestModel(TransformersForestModel):
         return "cache_params" in inspect.signature(type(self._model).forward).parameters
 
     def _masks_wanted(self) -> MaskPlan:
+        if self._config.model_type == LOCAL:
+            return MaskPlan(("full_attention", "sliding_attention"), self._config.window_size, None)
         return MaskPlan.of(self._config, recurrent=isinstance(self._cache, RecurrentCache))
 
     def _call(self, runner: Any, batch: ForestInput, embedded: Tensor | None = None) -> Any:
@@ -82,9 +87,10 @@ class CausalForestModel(TransformersForestModel):
                 arguments["inputs_embeds"] = embedded
             if self._without_attention:
                 return runner(cache_params=self._cache, **arguments)
+            masks = self._masks(batch, metadata)
             return runner(
                 position_ids=batch.positions + self._first_position,
-                attention_mask=self._masks(batch, metadata),
+                attention_mask=masks["full_attention"] if isinstance(masks, dict) and self._takes_one_mask else masks,
                 past_key_values=self._cache,
                 **arguments,
             )
