@@ -128,6 +128,7 @@ FIT: dict[str, tuple[str, dict[str, Any]]] = {
             "max_position_embeddings": 512,
         },
     ),
+    "bloom": ("BloomConfig", {"vocab_size": V, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
     "roberta": ("RobertaConfig", {**SIZES, "is_decoder": True}),
     "bart decoder": ("BartConfig", {**ALONE, "decoder_attention_heads": 4}),
     "pegasus decoder": ("PegasusConfig", {**ALONE, "decoder_attention_heads": 4}),
@@ -137,7 +138,6 @@ FIT: dict[str, tuple[str, dict[str, Any]]] = {
 
 UNFIT: dict[str, tuple[str, dict[str, Any]]] = {
     "mpt": ("MptConfig", {"vocab_size": V, "d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 512}),
-    "bloom": ("BloomConfig", {"vocab_size": V, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
     "falcon alibi": ("FalconConfig", {**SIZES, "alibi": True, "new_decoder_architecture": False}),
     "recurrent-gemma": ("RecurrentGemmaConfig", {**GROUPED, "num_hidden_layers": 3, "lru_width": 32}),
     "rwkv": ("RwkvConfig", {"vocab_size": V, "hidden_size": 32, "num_hidden_layers": 2, "context_length": 64}),

@@ -53,6 +53,12 @@ def node_positions() -> Tensor | None:
     return None if metadata is None else metadata.positions
 
 
+def slot_positions() -> Tensor | None:
+    """Return the positions [R, S] of the tokens in the slots of the forward under way; None outside of a forest."""
+    metadata = _metadata.get()
+    return None if metadata is None else metadata.slot_positions
+
+
 def grouped_attention(
     module: nn.Module,
     query: Tensor,

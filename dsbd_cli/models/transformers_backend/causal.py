@@ -21,6 +21,7 @@ from dsbd_cli.models.transformers_backend.attention import attention_over, repla
 from dsbd_cli.models.transformers_backend.base import MaskPlan, TransformersForestModel
 from dsbd_cli.models.transformers_backend.positions import (
     DecoderPositions,
+    bias_by_position,
     counts_positions,
     first_position,
     scale_by_position,
@@ -50,6 +51,7 @@ class CausalForestModel(TransformersForestModel):
         if kind in REFUSED:
             raise UnsupportedModelError(f"{self.architecture} ({kind}) cannot hold a tree of tokens: {REFUSED[kind]}")
         scale_by_position(self._model)
+        bias_by_position(self._model)
         replace_methods(self._model)
         if not has_mixers(self._model):
             return ForestCache()

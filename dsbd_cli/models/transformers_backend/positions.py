@@ -5,7 +5,7 @@ takes positions as an argument; a child module adds a table's rows; relative bia
 decoder with none of them is refused.
 
 Decoder-only models take positions as an argument, but for decoders of this kind that are saved alone. RoBERTa counts
-them from another number on. Llama 4 counts them from its cache where it scales queries.
+them from another number on. Llama 4 counts them from its cache where it scales queries, Bloom from its mask.
 
 Shape letters: R rows, n nodes, S slots, P positions, d width of the model, H heads.
 """
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from dsbd_cli.errors import UnsupportedModelError
-from dsbd_cli.models.transformers_backend.attention import node_positions
+from dsbd_cli.models.transformers_backend.attention import node_positions, slot_positions
 
 ARGUMENT = "decoder_position_ids"
 
@@ -152,6 +152,23 @@ def scale_by_position(model: nn.Module) -> None:
             # accelerate keeps the forward that its hook wraps under another name
             name = "_old_forward" if hasattr(layer, "_hf_hook") else "forward"
             setattr(layer, name, partial(_forward_by_position, layer, getattr(layer, name)))
+
+
+def bias_by_position(model: Any) -> None:
+    """Have Bloom compute its biases, which grow with the position of a key, from the positions of a forest's slots."""
+    body = model.base_model
+    if hasattr(body, "build_alibi_tensor"):
+        body.build_alibi_tensor = partial(_alibi, body.build_alibi_tensor)
+
+
+def _alibi(stock: Callable[..., Tensor], mask: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
+    """Return biases [R * H, 1, S] of the slots. mask: of a model outside of a forest, [B, T]."""
+    positions = slot_positions()
+    if positions is None:
+        return stock(mask, heads, dtype)
+    rows, slots = positions.shape
+    by_position = stock(torch.ones(1, slots, device=positions.device), heads, dtype)[:, 0]  # [H, S]
+    return by_position[:, positions].transpose(0, 1).reshape(rows * heads, 1, slots)
 
 
 def _forward_by_position(layer: Any, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
