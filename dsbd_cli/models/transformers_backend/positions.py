@@ -130,16 +130,14 @@ class DecoderPositions:
 def first_position(model: nn.Module) -> int:
     """Return the row of the table of positions that a text's first token takes: in RoBERTa and its kin the one behind
     that of padding; in other models 0."""
-    for module in model.modules():
-        if hasattr(module, "create_position_ids_from_input_ids") and hasattr(module, "position_embeddings"):
-            return int(module.padding_idx) + 1
-    return 0
+    tables: list[Any] = [module for module in model.modules() if hasattr(module, "create_position_ids_from_input_ids")]
+    return next((table.padding_idx + 1 for table in tables if hasattr(table, "position_embeddings")), 0)
 
 
 def counts_positions(model: Any) -> bool:
     """Return whether a decoder-only model is the decoder of one with an encoder, which takes no positions and reads a
     table by counting from its cache (BART, Pegasus)."""
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    decoder: Any = model.get_decoder() if hasattr(model, "get_decoder") else None
     if not isinstance(getattr(decoder, "embed_positions", None), nn.Module):
         return False
     return "position_ids" not in inspect.signature(type(decoder).forward).parameters
