@@ -14,14 +14,16 @@ from dsbd_cli.models.checkpoints.lm_head import installed, trimmed_target
 from dsbd_cli.models.checkpoints.loader import PICTURE_MODELS, load, load_network, load_preprocessor, too_small
 from dsbd_cli.models.checks.invariance import check
 from dsbd_cli.models.checks.selftest import self_test
-from dsbd_cli.models.forest_model import Loaded, LoadReport
+from dsbd_cli.models.forest_model import Loaded, LoadReport, SelfTestReport, unsupported
 from dsbd_cli.models.tensor_parallel import Ranks, ShardedForestModel, check_ranks, load_slice
 from dsbd_cli.models.tokenizer import HFCodec
 from dsbd_cli.models.transformers_backend.causal import CausalForestModel
 from dsbd_cli.models.transformers_backend.encoder_inputs import Seq2SeqCodec
-from dsbd_cli.models.transformers_backend.patching import pack, quantize
+from dsbd_cli.models.transformers_backend.patching import pack, plain_weights, quantize
 from dsbd_cli.models.transformers_backend.seq2seq import Seq2SeqForestModel, encoder_digest
 from dsbd_cli.models.verdicts import Verdict
+
+LEAST_NOTED = 0.05  # share of the weights that stay as they are from which on the user is told
 
 
 def load_transformers(checkpoint: Checkpoint) -> Loaded:
@@ -35,13 +37,16 @@ def load_transformers(checkpoint: Checkpoint) -> Loaded:
     # a draft only proposes: what it computes cannot reach the text
     wanted = spec.role == "target" and spec.numerics == "invariant"
     try:
-        forest = _forest(checkpoint, model, ranks)
+        with unsupported(type(model).__name__):
+            forest = _forest(checkpoint, model, ranks)
         forest.keep_recurrent_states_in(torch.float64 if wanted else torch.float32)
-        tested = self_test(forest)
+        tested = _tested(forest, checkpoint)
+        left: tuple[str, ...] = ()
         if spec.quantizes:  # after the test, whose limits are those of the checkpoint's own rounding
-            _quantize(forest, checkpoint, str(spec.quantize))
-        verdict = check(forest) if wanted else Verdict(verdicts.UNASKED)
-        notes = forest.trust(verdict.varies, verdict.copies)
+            left = _quantize(forest, checkpoint, str(spec.quantize))
+        with unsupported(forest.architecture):
+            verdict = check(forest) if wanted else Verdict(verdicts.UNASKED)
+        notes = left + forest.trust(verdict.varies, verdict.copies)
         if not forest.invariant:
             forest.keep_recurrent_states_in(torch.float32)
     except UnsupportedModelError as error:
@@ -58,6 +63,24 @@ def load_transformers(checkpoint: Checkpoint) -> Loaded:
     return Loaded(forest, codec, LoadReport(tested, notes))
 
 
+def _tested(forest: CausalForestModel | Seq2SeqForestModel, checkpoint: Checkpoint) -> SelfTestReport:
+    """Run the self-test and return its report. Where a model in half precision fails, the reason may be rounding: then
+    the same weights are loaded and tested in float32.
+
+    Raises UnsupportedModelError where they fail, too, or cannot be loaded.
+    """
+    try:
+        return self_test(forest)
+    except UnsupportedModelError as failed:
+        if forest.weights_dtype == torch.float32 or checkpoint.spec.tensor_parallel != 1:
+            raise
+        try:
+            wide = checkpoint.like(dtype="float32")
+            return self_test(_forest(wide, load_network(wide), None))
+        except (ModelError, UsageError):
+            raise failed from None
+
+
 def _forest(checkpoint: Checkpoint, model: Any, ranks: Ranks | None) -> CausalForestModel | Seq2SeqForestModel:
     """Return transformers' model over a packed forest. On the CPU its products are packed, each in place of its plain
     weights."""
@@ -65,12 +88,26 @@ def _forest(checkpoint: Checkpoint, model: Any, ranks: Ranks | None) -> CausalFo
     if ranks is not None:
         return ShardedForestModel(model, spec.source, ranks)
     has_encoder = bool(getattr(model.config, "is_encoder_decoder", False))
+    if has_encoder:
+        _check_source(model)
     digest = encoder_digest(model) if has_encoder else None  # of plain weights
     packed = _on_cpu(model) and not spec.quantizes and pack(model) > 0
     stock = (lambda: load_network(checkpoint)) if packed or spec.quantizes else None
     if has_encoder:
         return Seq2SeqForestModel(model, spec.source, stock, digest)
     return CausalForestModel(model, spec.source, stock)
+
+
+def _check_source(model: Any) -> None:
+    """Raise UnsupportedModelError for a model with an encoder whose source is not made here, or whose answer is no
+    text."""
+    kind, source = model.config.model_type, model.main_input_name
+    if source != "input_ids" and kind not in ("whisper", *PICTURE_MODELS):
+        raise UnsupportedModelError(f"it reads {source}, which are made from files for Whisper and for pictures alone")
+    try:
+        model.get_input_embeddings()
+    except NotImplementedError:
+        raise UnsupportedModelError(f"a {kind} has no table of tokens, so that its answer is no text") from None
 
 
 def _source_codec(
@@ -104,13 +141,21 @@ def _on_cpu(model: Any) -> bool:
     return not hooked and {parameter.device.type for parameter in model.parameters()} == {"cpu"}
 
 
-def _quantize(forest: CausalForestModel | Seq2SeqForestModel, checkpoint: Checkpoint, weight_format: str) -> None:
-    """Quantize the large linear layers to `int8` or `int4`, and pack the small ones. Raises UsageError where all are
-    small."""
+def _quantize(
+    forest: CausalForestModel | Seq2SeqForestModel, checkpoint: Checkpoint, weight_format: str
+) -> tuple[str, ...]:
+    """Quantize the large linear layers to `int8` or `int4`, and pack the small ones. Return a line for the user where
+    many weights stay as they are. Raises UsageError where all layers are small."""
     if not quantize(forest.module, forest.calibrate, weight_format):
         raise too_small(checkpoint.spec, f"the {checkpoint.name}")
+    share, kinds = plain_weights(forest.module)  # before the others are packed, whose weights are no parameters then
     pack(forest.module)
     forest.layers_replaced()
+    if share < LEAST_NOTED:
+        return ()
+    dtype = str(forest.weights_dtype).removeprefix("torch.")
+    role = checkpoint.spec.role
+    return (f"{share:.0%} of the {role}'s weights stay in {dtype}, not {weight_format}: those of {', '.join(kinds)}",)
 
 
 def _network(checkpoint: Checkpoint) -> tuple[Any, Any, Ranks | None]:

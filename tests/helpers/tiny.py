@@ -39,6 +39,14 @@ GPT2 = {
     "eos_token_id": 2,
 }
 HEAD = {**GROUPED, "head_dim": 8}
+ALONE = {
+    **{name: value for name, value in SIZES.items() if name != "hidden_size"},
+    "d_model": 32,
+    "decoder_layers": 2,
+    "decoder_ffn_dim": 48,
+    "is_decoder": True,
+    "is_encoder_decoder": False,
+}  # the decoder of a model with an encoder
 SLIDING = ["sliding_attention", "full_attention"]
 
 # name -> (config class, settings). Windows of 4 are shorter than every test sequence.
@@ -75,15 +83,40 @@ FIT: dict[str, tuple[str, dict[str, Any]]] = {
         "GptOssConfig",
         {**HEAD, "sliding_window": 4, "layer_types": SLIDING, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
-    "smollm3": ("SmolLM3Config", GROUPED),
-    "cohere": ("CohereConfig", GROUPED),
-}
-
-UNFIT: dict[str, tuple[str, dict[str, Any]]] = {
-    "mpt": ("MptConfig", {"vocab_size": V, "d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 512}),
-    "bloom": ("BloomConfig", {"vocab_size": V, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
-    "falcon alibi": ("FalconConfig", {**SIZES, "alibi": True, "new_decoder_architecture": False}),
-    "gpt-neo": (
+    "llama4 chunks": (
+        "Llama4TextConfig",
+        {
+            **HEAD,
+            "intermediate_size_mlp": 48,
+            "attention_chunk_size": 4,
+            "no_rope_layers": [1, 0],
+            "floor_scale": 4,
+            "num_local_experts": 2,
+        },
+    ),
+    "moshi window unused": ("MoshiConfig", {**GROUPED, "ffn_dim": 48, "sliding_window": 4}),
+    "gpt-neox-japanese": ("GPTNeoXJapaneseConfig", {**SIZES, "intermediate_multiple_size": 2}),
+    "doge": ("DogeConfig", HEAD),
+    "longcat": (
+        "LongcatFlashConfig",
+        {
+            **SIZES,
+            "ffn_hidden_size": 48,
+            "num_layers": 2,
+            "num_hidden_layers": 4,
+            "kv_lora_rank": 8,
+            "q_lora_rank": 8,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4,
+            "head_dim": 4,
+            "v_head_dim": 8,
+            "n_routed_experts": 4,
+            "zero_expert_num": 2,
+            "moe_topk": 2,
+            "expert_ffn_hidden_size": 16,
+        },
+    ),
+    "gpt-neo window": (
         "GPTNeoConfig",
         {
             "vocab_size": V,
@@ -91,10 +124,21 @@ UNFIT: dict[str, tuple[str, dict[str, Any]]] = {
             "num_layers": 2,
             "num_heads": 4,
             "attention_types": [[["global", "local"], 1]],
-            "window_size": 256,
-            "max_position_embeddings": 2048,
+            "window_size": 4,
+            "max_position_embeddings": 512,
         },
     ),
+    "bloom": ("BloomConfig", {"vocab_size": V, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
+    "roberta": ("RobertaConfig", {**SIZES, "is_decoder": True}),
+    "bart decoder": ("BartConfig", {**ALONE, "decoder_attention_heads": 4}),
+    "pegasus decoder": ("PegasusConfig", {**ALONE, "decoder_attention_heads": 4}),
+    "smollm3": ("SmolLM3Config", GROUPED),
+    "cohere": ("CohereConfig", GROUPED),
+}
+
+UNFIT: dict[str, tuple[str, dict[str, Any]]] = {
+    "mpt": ("MptConfig", {"vocab_size": V, "d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 512}),
+    "falcon alibi": ("FalconConfig", {**SIZES, "alibi": True, "new_decoder_architecture": False}),
     "recurrent-gemma": ("RecurrentGemmaConfig", {**GROUPED, "num_hidden_layers": 3, "lru_width": 32}),
     "rwkv": ("RwkvConfig", {"vocab_size": V, "hidden_size": 32, "num_hidden_layers": 2, "context_length": 64}),
     "minimax": ("MiniMaxConfig", {**HEAD, "layer_types": ["linear_attention", "full_attention"]}),

@@ -172,6 +172,8 @@ class AttentionMetadata:
         by_prefix: a prompt is read by the kernel of prompts where it serves.
         masks: one for each kind of layers.
         source: the places of the source, which nodes see in addition to their own slots; None without a source.
+        positions: [R, n] of the nodes.
+        slot_positions: [R, S] of the tokens in the slots.
         used: number of layers that have attended by split slots. A layer with an attention function of its own has not.
     """
 
@@ -181,6 +183,8 @@ class AttentionMetadata:
     by_prefix: bool = False
     masks: list[LayerMask] = field(default_factory=list)
     source: LayerMask | None = None
+    positions: Tensor | None = None
+    slot_positions: Tensor | None = None
     used: int = 0
 
     @classmethod
@@ -196,7 +200,7 @@ class AttentionMetadata:
         kernel: the attention kernel of a GPU. reading: how a prompt is read on a CPU; `prefix`: by the kernel of
         prompts, and in blocks where it does not serve.
         """
-        metadata = cls(ops)
+        metadata = cls(ops, positions=batch.positions, slot_positions=batch.slot_positions)
         kernel = None if batch.prompt is None else kernel
         if batch.prompt_slots is not None and not batch.chain:
             served = {"positions": batch.slot_positions, "kernel": kernel, "prompt": batch.prompt}

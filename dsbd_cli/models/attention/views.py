@@ -152,8 +152,9 @@ def attend(
         if mask.split.exact or (mask.whole and scoring.plain):
             metadata.used += 1
             return view_of(metadata, mask, query, key, value, scoring).attend(query, key, value, scoring)
-    if metadata is not None and metadata.first_slot is not None and given is not None and scoring.bias is None:
-        return by_blocks(metadata.first_slot, query, key, value, given, scoring)
+    first = None if metadata is None or scoring.bias is not None else metadata.first_slot
+    if first is not None and given is not None and given.shape[1] == 1:  # else heads have masks of their own
+        return by_blocks(first, query, key, value, given, scoring)
     return by_mask(query, key, value, given, scoring)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import operator
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,7 +83,9 @@ def read_settings(file: Path) -> dict[str, Any]:
 def positions_of(config: Any, *, switching: bool = False) -> int | None:
     """Return the number of positions that a (text) config allows; None where it is unbounded. switching: the model
     chooses factors of longrope for each row by itself."""
-    limit = getattr(config, "max_position_embeddings", None)
+    limit = getattr(config, "max_position_embeddings", None) or getattr(config, "max_target_positions", None)
+    # Doge leaves tokens out past so many: those of the least weight, which is the same for a word that returns
+    limit = min(limit or sys.maxsize, getattr(config, "keep_window_size", None) or limit or 0)
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope" and not switching:
         # past this length transformers changes the frequencies of the whole batch, whatever the others' lengths

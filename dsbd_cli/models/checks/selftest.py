@@ -17,14 +17,12 @@ from torch import Tensor
 from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.errors import UnsupportedModelError
 from dsbd_cli.models.forest_model import BaseForestModel, SelfTestReport, unsupported
-from dsbd_cli.models.recurrent.states import RecurrentCache
 from dsbd_cli.models.transformers_backend.seq2seq import Seq2SeqForestModel, sample_encoder_input
 from dsbd_cli.models.verdicts import LIMITS, PADDING, TIMES_ROUNDING, limit_for
 
 PROMPT = 7
-# Used where recurrent layers run as CPU kernels, whose states lie 16 to 23 tokens back. It is long enough that tokens
-# go into the states, and that other tokens do when there is one more. Tensor code needs no such length, and `solve`
-# loses digits over a path of so many nodes in one forward.
+# Used with recurrent layers. Those of CPU kernels have states that lie 16 to 23 tokens back. It is long enough that
+# tokens go into the states, and that other tokens do when there is one more.
 LONG_PROMPT = 31
 # Three roots, four levels: parent of every node, in node order; -1 for a child of the prompt.
 PARENTS = (-1, -1, -1, 0, 0, 1, 3, 4, 5, 7, 8)
@@ -58,8 +56,7 @@ def self_test(model: BaseForestModel) -> SelfTestReport:
 
     Raises UnsupportedModelError in one sentence where they disagree or the model refuses.
     """
-    by_kernel = model.recurrent_bytes(0) and RecurrentCache.has_kernel(model.device)
-    total = (LONG_PROMPT if by_kernel else PROMPT) + len(PARENTS)
+    total = (LONG_PROMPT if model.recurrent_bytes(0) else PROMPT) + len(PARENTS)
     generator = torch.Generator().manual_seed(20)
     tokens = torch.randint(0, model.vocab_size, (total,), generator=generator).to(model.device)
     # a permutation spread over nearly all slots: neither order nor distance of slots means anything
@@ -140,7 +137,8 @@ def _packed(
     model: BaseForestModel, tokens: Tensor, slots: Tensor, encoder_inputs: Sequence[Tensor | None] = (None,)
 ) -> Tensor:
     """Return the logits [R * N, V] of the nodes, in one row per source. The first six nodes run with the prompt, the
-    others after the slots have moved and the rows have changed places."""
+    others after the slots have moved and the rows have changed places. The last one runs alone, because some models
+    make no mask for one token."""
     total, prompt = len(tokens), _prompt_of(tokens)
     split, rows = prompt + 6, len(encoder_inputs)
     device = tokens.device
@@ -178,7 +176,7 @@ def _packed(
         slots = moved
         if rows > 1:
             model.select_rows(torch.arange(rows, device=device).flip(0))
-        after = run(split, total)
+        after = torch.cat((run(split, total - 1), run(total - 1, total)), 1)
         if rows > 1:
             after = after.flip(0)
     finally:

@@ -22,6 +22,7 @@ from dsbd_cli.models.recurrent import recurrences
 from dsbd_cli.models.recurrent.mixer_cache import MixerCache
 
 CONVOLUTION = "causal_conv1d_fn"
+STRENGTHS = ("b_proj", "in_proj_b", "in_proj_ba")  # products of the delta rule that become beta by a sigmoid
 
 # Kinds of models whose recurrence is known and not offered, and why.
 REFUSED = {
@@ -59,7 +60,8 @@ def bind(model: nn.Module) -> int:
         bound.__kwdefaults__ = forward.__kwdefaults__
         # accelerate keeps the forward that its hook wraps under another name
         attribute = "_old_forward" if hasattr(module, "_hf_hook") else "forward"
-        setattr(module, attribute, types.MethodType(bound, module))
+        corrects = any(hasattr(module, name) for name in STRENGTHS)
+        setattr(module, attribute, types.MethodType(bound, _WideStrengths(module) if corrects else module))
         count += 1
     return count
 
@@ -171,6 +173,28 @@ def _grouped(
 def _steps(cache: MixerCache, dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
     dt = dt if bias is None else dt + bias.to(dt.dtype)
     return recurrences.softplus(dt, cache.precision) if softplus else dt
+
+
+class _WideStrengths:
+    """A mixer of the gated delta rule whose beta is computed in float64 in a forest, where the model is float32.
+
+    In float32 torch computes the last few numbers of a tensor with another exp, as `_steps` says.
+    """
+
+    def __init__(self, mixer: Any) -> None:
+        self._mixer = mixer
+
+    def __getattr__(self, name: str) -> Any:
+        part = getattr(self._mixer, name)
+        return self._widened(part) if name in STRENGTHS and MixerCache.current() is not None else part
+
+    @staticmethod
+    def _widened(product: Any) -> Callable[[Tensor], Tensor]:
+        def compute(x: Tensor) -> Tensor:
+            out: Tensor = product(x)
+            return out.double() if out.dtype == torch.float32 else out
+
+        return compute
 
 
 class _Functions:

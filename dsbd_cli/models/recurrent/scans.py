@@ -13,7 +13,7 @@ ancestors:
     prefix
 
 u_t depends on t's path alone, so it is computed once and kept. Among the nodes of one forward the delta rule is
-(I + A) u = r with A strictly lower triangular, hence nilpotent: its inverse is a finite product (`solve`).
+(I + A) u = r with A strictly lower triangular (`solve`).
 
 Letters: R rows, n nodes, T places of the suffix, G key heads, H value heads (a multiple of G), N key dim, P value dim,
 E = H / G * P, C channels, J taps of a convolution, I channels of a Mamba-1 layer. A state is [R, G, N, E]: the value
@@ -92,16 +92,12 @@ def carried(q: Tensor, c: Tensor, state: Tensor) -> Tensor:
 
 
 def solve(a: Tensor, r: Tensor) -> Tensor:
-    """Return (I + a)^-1 r for strictly lower triangular a [R, H, n, n], r [R, H, n, P].
+    """Return (I + a)^-1 r for strictly lower triangular a [R, H, n, n], r [R, H, n, P], by forward substitution.
 
-    a^n = 0, so the inverse is (I - a)(I + a^2)(I + a^4) ..., log2 n products and no triangular solver.
+    The inverse is also a finite product of powers of a, which needs no solver. But these grow and cancel each other:
+    where keys are alike, no digit of the sum is right.
     """
-    power, done = -a, 1
-    r = r + power @ r
-    while 2 * done < a.shape[-1]:
-        power, done = power @ power, 2 * done
-        r = r + power @ r
-    return r
+    return torch.linalg.solve_triangular(a, r, upper=False, unitriangular=True)
 
 
 def fold(state: Tensor, k: Tensor, u: Tensor, c: Tensor, count: Tensor) -> Tensor:

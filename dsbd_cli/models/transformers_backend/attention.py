@@ -2,6 +2,7 @@
 switched to it.
 
 Layers of TrOCR and BLIP, which compute attention themselves and look no function up, get a forward that calls ours.
+Those of GPT-Neo and GPT-NeoX-Japanese have a method for it, which is replaced.
 
 A context variable says which forward is under way: LongT5, Moonshine, BLIP and decoders of pictures pass no keyword of
 ours on to the function.
@@ -44,6 +45,18 @@ def attention_over(metadata: AttentionMetadata) -> Iterator[None]:
         yield
     finally:
         _metadata.reset(token)
+
+
+def node_positions() -> Tensor | None:
+    """Return the positions [R, n] of the nodes of the forward under way; None outside of a forest."""
+    metadata = _metadata.get()
+    return None if metadata is None else metadata.positions
+
+
+def slot_positions() -> Tensor | None:
+    """Return the positions [R, S] of the tokens in the slots of the forward under way; None outside of a forest."""
+    metadata = _metadata.get()
+    return None if metadata is None else metadata.slot_positions
 
 
 def grouped_attention(
@@ -147,6 +160,39 @@ def attend_by_function(model: nn.Module, logits: Callable[[], Tensor]) -> None:
     if before is not None and not same_logits(before, logits()):
         for layer in layers:
             vars(layer).pop("forward", None)
+
+
+def replace_methods(model: nn.Module) -> None:
+    """Have the layers of GPT-NeoX-Japanese and GPT-Neo attend by our function. The method of the former takes keys that
+    lie row after row, which those of a cache with several rows do not. That of the latter masks by slot."""
+    layers: list[Any] = [module for module in model.modules() if type(module).__name__ in _METHODS]
+    for layer in layers:
+        layer._attn = partial(_METHODS[type(layer).__name__], layer, layer._attn)
+
+
+def _attend_in_neox(layer: Any, stock: object, query: Tensor, key: Tensor, value: Tensor, mask: Any = None) -> Any:
+    """Return attention [R, H, n, E], and no weights."""
+    out, weights = grouped_attention(layer, query, key, value, mask, scaling=1 / layer.norm_factor)
+    return out.transpose(1, 2), weights
+
+
+def _attend_in_neo(layer: Any, stock: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any = None) -> Any:
+    """Return attention [R, H, n, E], and no weights; outside of a forest what the layer's own method returns. The model
+    hands all layers the mask without a window."""
+    metadata = _metadata.get()
+    if metadata is None:
+        return stock(query, key, value, mask)
+    if layer.attention_type == "local":
+        whole = metadata.find(mask)
+        mask = next(other.additive for other in metadata.masks if other is not whole)
+    out, weights = grouped_attention(layer, query, key, value, mask, scaling=1.0)
+    return out.transpose(1, 2), weights
+
+
+_METHODS: dict[str, Callable[..., Any]] = {
+    "GPTNeoXJapaneseAttention": _attend_in_neox,
+    "GPTNeoSelfAttention": _attend_in_neo,
+}
 
 
 def _forward(

@@ -37,6 +37,8 @@ from dsbd_cli.ops.select import MODEL, ops_for
 
 # Layer kinds whose state is one key and one value per token, so that a tree of tokens can be held.
 _LAYER_KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+# Kinds of models whose forward has no window: their `sliding_window` only limits the cache that transformers makes.
+_WITHOUT_WINDOW = ("moshi",)
 LAST = -1  # used as a number of layers, for the hidden state after the final norm
 
 
@@ -69,7 +71,7 @@ class MaskPlan:
                 f"{config.model_type} has {', '.join(unfit)} layers, whose state cannot branch into a tree: "
                 "use a model with attention layers only"
             )
-        used = getattr(config, "use_sliding_window", None) is not False
+        used = getattr(config, "use_sliding_window", None) is not False and config.model_type not in _WITHOUT_WINDOW
         window = getattr(config, "sliding_window", None) if used else None
         chunk = getattr(config, "attention_chunk_size", None)
         if kinds in ((), ("full_attention",)):

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
 
@@ -27,6 +28,8 @@ INT8_IN_INT4 = frozenset(
 )
 LEAST_FEATURES = 64  # of inputs and of outputs: smaller layers are not quantized
 MULTIPLIED = ("dt_proj",)  # layers whose weights Mamba and Jamba multiply by themselves
+ROUTERS = {"LongcatFlashTopkRouter": "classifier"}  # routers that multiply by the weight of a layer of this name
+SAME_FORWARD = ("FalconLinear",)  # subclasses whose own forward computes what that of nn.Linear does
 
 
 class PackedLinear(nn.Module):
@@ -175,7 +178,8 @@ def plain_linears(
     fewest outputs and inputs."""
     for parent in model.modules():
         for name, child in parent.named_children():
-            if isinstance(child, nn.Linear | Conv1D) and name not in MULTIPLIED and _suits(child, least, inputs):
+            read = name in MULTIPLIED or ROUTERS.get(type(parent).__name__) == name
+            if isinstance(child, nn.Linear | Conv1D) and not read and _suits(child, least, inputs):
                 yield parent, name, child
 
 
@@ -188,11 +192,17 @@ def weight_of(linear: nn.Linear | Conv1D) -> Tensor:
 def _suits(linear: nn.Linear | Conv1D, least: int, fewest: int) -> bool:
     weight, bias = linear.weight, linear.bias
     hooked = bool(linear._forward_hooks or linear._forward_pre_hooks or hasattr(linear, "_hf_hook"))
-    # a layer with a forward of its own, or with weights in the form of a quantised checkpoint
-    hooked |= type(linear) not in (nn.Linear, Conv1D) or "forward" in vars(linear)
+    hooked |= not _multiplies(type(linear)) or "forward" in vars(linear)
     plain = _plain(weight, 2) and not hooked and (bias is None or bias.dtype == weight.dtype)
     outputs, inputs = weight_of(linear).shape
     return plain and weight.is_floating_point() and inputs >= fewest and outputs >= least
+
+
+def _multiplies(kind: type[nn.Module]) -> bool:
+    """Return whether the layers of a class do nothing but x W^T + b."""
+    if kind is NonDynamicallyQuantizableLinear:  # its parent reads the weight
+        return False
+    return kind.forward in (nn.Linear.forward, Conv1D.forward) or kind.__name__ in SAME_FORWARD
 
 
 def _has_experts(module: nn.Module) -> bool:
@@ -220,10 +230,11 @@ def _expert_products(experts: Any, name: str) -> list[Linear] | None:
 
 
 def _is_router(module: nn.Module) -> bool:
-    """Return whether a module is a router with a weight of its own. A linear layer inside a router is packed by
-    itself."""
-    named = type(module).__name__.endswith("Router") and "forward" not in vars(module)
-    return named and _plain(getattr(module, "weight", None), 2)
+    """Return whether a module is a router that multiplies by a weight itself. A linear layer that a router calls is
+    packed by itself."""
+    kind = type(module).__name__
+    layer = getattr(module, ROUTERS[kind]) if kind in ROUTERS else module
+    return kind.endswith("Router") and "forward" not in vars(module) and _plain(getattr(layer, "weight", None), 2)
 
 
 def _plain(weight: Any, dims: int) -> bool:
@@ -357,3 +368,19 @@ def quantize(model: nn.Module, calibrate: Callable[[], object], weight_format: s
             setattr(parent, name, QuantizedLinear(child, product, part))
         made += len(layers) if own == weight_format else 0
     return made
+
+
+def plain_weights(model: nn.Module) -> tuple[float, tuple[str, ...]]:
+    """Return which share of a model's weights is not quantized, and the classes that hold most of these. Tables of
+    embeddings, which are looked up, do not count."""
+    quantized, plain = 0, dict[str, int]()
+    for module in model.modules():
+        if isinstance(module, QuantizedLinear):
+            quantized += module.weight.numel()
+        elif not isinstance(module, nn.Embedding):
+            count = sum(weight.numel() for weight in module.parameters(recurse=False) if weight.dim() > 1)
+            kind = type(module).__name__
+            plain[kind] = plain.get(kind, 0) + count
+    left = sum(plain.values())
+    most = sorted((kind for kind, count in plain.items() if count > left / 10), key=plain.__getitem__, reverse=True)
+    return left / max(1, quantized + left), tuple(most)

@@ -1,7 +1,11 @@
 """Positions of a forest's nodes in a decoder that would count them from its cache.
 
-Three ways are known, and the loaded decoder shows which ones it has: the forward takes positions as an argument; a
-child module adds a table's rows; relative biases are computed from distances. A decoder with none of them is refused.
+For the decoder behind an encoder three ways are known, and the loaded decoder shows which ones it has: the forward
+takes positions as an argument; a child module adds a table's rows; relative biases are computed from distances. A
+decoder with none of them is refused.
+
+Decoder-only models take positions as an argument, but for decoders of this kind that are saved alone. RoBERTa counts
+them from another number on. Llama 4 counts them from its cache where it scales queries, Bloom from its mask.
 
 Shape letters: R rows, n nodes, S slots, P positions, d width of the model, H heads.
 """
@@ -13,12 +17,14 @@ import inspect
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from dsbd_cli.errors import UnsupportedModelError
+from dsbd_cli.models.transformers_backend.attention import node_positions, slot_positions
 
 ARGUMENT = "decoder_position_ids"
 
@@ -119,6 +125,74 @@ class DecoderPositions:
             return position_bias.permute(0, 3, 1, 2)
 
         return compute_bias
+
+
+def first_position(model: nn.Module) -> int:
+    """Return the row of the table of positions that a text's first token takes: in RoBERTa and its kin the one behind
+    that of padding; in other models 0."""
+    tables: list[Any] = [module for module in model.modules() if hasattr(module, "create_position_ids_from_input_ids")]
+    return next((table.padding_idx + 1 for table in tables if hasattr(table, "position_embeddings")), 0)
+
+
+def counts_positions(model: Any) -> bool:
+    """Return whether a decoder-only model is the decoder of one with an encoder, which takes no positions and reads a
+    table by counting from its cache (BART, Pegasus)."""
+    decoder: Any = model.get_decoder() if hasattr(model, "get_decoder") else None
+    if not isinstance(getattr(decoder, "embed_positions", None), nn.Module):
+        return False
+    return "position_ids" not in inspect.signature(type(decoder).forward).parameters
+
+
+def scale_by_position(model: nn.Module) -> None:
+    """Have the layers of Llama 4 that scale their queries by position take the positions of a forest's nodes."""
+    for layer in model.modules():
+        if getattr(layer, "attn_temperature_tuning", False) and not getattr(layer, "use_rope", True):
+            # accelerate keeps the forward that its hook wraps under another name
+            name = "_old_forward" if hasattr(layer, "_hf_hook") else "forward"
+            setattr(layer, name, partial(_forward_by_position, layer, getattr(layer, name)))
+
+
+def bias_by_position(model: Any) -> None:
+    """Have Bloom compute its biases, which grow with the position of a key, from the positions of a forest's slots."""
+    body = model.base_model
+    if hasattr(body, "build_alibi_tensor"):
+        body.build_alibi_tensor = partial(_alibi, body.build_alibi_tensor)
+
+
+def _alibi(stock: Callable[..., Tensor], mask: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
+    """Return biases [R * H, 1, S] of the slots. mask: of a model outside of a forest, [B, T]."""
+    positions = slot_positions()
+    if positions is None:
+        return stock(mask, heads, dtype)
+    rows, slots = positions.shape
+    by_position = stock(torch.ones(1, slots, device=positions.device), heads, dtype)[:, 0]  # [H, S]
+    return by_position[:, positions].transpose(0, 1).reshape(rows * heads, 1, slots)
+
+
+def _forward_by_position(layer: Any, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run the forward of a layer that scales queries. stock: the forward that counts positions from the cache."""
+    positions = node_positions()
+    if positions is None:
+        return stock(*args, **kwargs)
+    floors = torch.floor((positions.float() + 1.0) / layer.floor_scale)
+    scaled = _ScaledByPosition(layer, (torch.log1p(floors) * layer.attn_scale + 1.0).unsqueeze(2))
+    return type(layer).forward(scaled, *args, **kwargs)
+
+
+class _ScaledByPosition:
+    """A layer of Llama 4 whose queries are scaled where they are made. scales: [R, n, 1]."""
+
+    attn_temperature_tuning = False
+
+    def __init__(self, layer: Any, scales: Tensor) -> None:
+        self._layer, self._scales = layer, scales
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+    def q_proj(self, hidden_states: Tensor) -> Tensor:
+        query: Tensor = self._layer.q_proj(hidden_states)
+        return (query * self._scales.to(query.device)).to(query.dtype)
 
 
 def decoder_of(model: Any) -> Any:

@@ -20,7 +20,7 @@ from transformers.modeling_outputs import Seq2SeqLMOutput
 from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.errors import UnsupportedModelError, one_line
 from dsbd_cli.models.attention.metadata import AttentionMetadata, LayerMask, Split
-from dsbd_cli.models.forest_model import calibration_tokens
+from dsbd_cli.models.forest_model import calibration_tokens, repeated
 from dsbd_cli.models.transformers_backend.attention import NAME, attend_by_function, attention_over
 from dsbd_cli.models.transformers_backend.base import TransformersForestModel
 from dsbd_cli.models.transformers_backend.crossing import STEP, CrossCache, ForestPairCache
@@ -34,6 +34,7 @@ ENCODER_LIMITS = ("max_source_positions", "max_encoder_position_embeddings", "ma
 MASK = "encoder_attention_mask"  # argument of a decoder; with audio the whole model's mask of the source is another
 PADDED_TO = 128  # tokens: a longer source fills the processor by itself
 UNLIMITED = 512  # positions of a table whose size the config does not tell
+UNMASKED_ALONE = ("led",)  # kinds of models that make no mask for one token, so that it would see all slots
 
 
 class Seq2SeqForestModel(TransformersForestModel):
@@ -277,6 +278,11 @@ class Seq2SeqForestModel(TransformersForestModel):
         size = tokens.shape[1] if self.max_encoder_input is None else min(tokens.shape[1], self.max_encoder_input)
         for seed, answer in enumerate(tokens):
             self.plain(answer.unsqueeze(0), sample_encoder_input(self, size, seed))
+
+    def _run(self, batch: ForestInput, *, logits: bool) -> Tensor | None:
+        if self._config.model_type in UNMASKED_ALONE and batch.tokens.shape[1] == 1:
+            batch = repeated(batch, 2)
+        return super()._run(batch, logits=logits)
 
     def _runner(self) -> Any:
         """Return the model without its LM head, where it has such a part."""

@@ -78,7 +78,7 @@ RECURRENT_SIZES: dict[str, dict[str, Any]] = {
     "granite-hybrid": WIDE | {"intermediate_size": 192, "shared_intermediate_size": 128},
     "qwen3.5": DELTA,
     "qwen3.5-moe": DELTA,
-    "qwen3-next": DELTA | {"linear_num_value_heads": 32, "linear_value_head_dim": 8},
+    "qwen3-next": DELTA,
     "olmo-hybrid": DELTA,
     "kimi-linear": {"hidden_size": 128, "intermediate_size": 192, "linear_head_dim": 16},
     "lfm2-moe": {"hidden_size": 128, "intermediate_size": 192},

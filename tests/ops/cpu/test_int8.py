@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -239,6 +240,26 @@ def test_a_loaded_model_is_close_and_invariant(
         ours, theirs = target.plain(tokens).float(), exact.plain(tokens)
     error = (ours - theirs).norm() / theirs.norm()
     assert 1e-5 < error < {"int8": 0.05, "int4": 0.3}[weights]
+
+
+@needs_int8
+def test_what_stays_as_it_is_is_told(any_size: None, tmp_path: Path) -> None:
+    """Guards a mixture that takes as much memory as before, and says nothing."""
+    sizes = {**WIDE, "intermediate_size_mlp": 192, "num_local_experts": 8}
+    spec = ModelSpec(str(save(tmp_path / "llama4", "llama4 chunks", **sizes)), device="cpu", quantize="int8")
+    (note,) = load_model(Checkpoint.open(spec)).report.notes
+    assert re.fullmatch(r"82% of the target's weights stay in float32, not int8: those of Llama4TextExperts", note)
+
+
+@needs_int8
+def test_falcon_is_quantized_whole(any_size: None, tmp_path: Path) -> None:
+    """Guards Falcon's own class of linear layers, of which only the LM head was none."""
+    sizes = {"hidden_size": 128, "num_attention_heads": 4}
+    spec = ModelSpec(str(save(tmp_path / "falcon", "falcon rotary", **sizes)), device="cpu", quantize="int8")
+    loaded: Any = load_model(Checkpoint.open(spec))
+    assert not loaded.report.notes
+    assert not [module for module in loaded.model.module.modules() if isinstance(module, nn.Linear)]
+    assert sum(isinstance(module, QuantizedLinear) for module in loaded.model.module.modules()) == 2 * 4 + 1
 
 
 @needs_int8

@@ -190,10 +190,14 @@ def test_layers_of_one_input_become_one_product(dtype: torch.dtype) -> None:
 @needs_packing
 def test_packs_plain_linear_layers_only() -> None:
     class Special(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input) + 1
+
+    class Named(nn.Linear):
         pass
 
     model = nn.Sequential(
-        nn.Linear(64, 64), Special(64, 64), nn.Linear(8, 8), nn.Embedding(10, 64), nn.Linear(64, 64).half()
+        Named(64, 64), Special(64, 64), nn.Linear(8, 8), nn.Embedding(10, 64), nn.Linear(64, 64).half()
     ).requires_grad_(False)
     hooked = nn.Linear(64, 64)
     hooked.register_forward_hook(lambda *_: None)
