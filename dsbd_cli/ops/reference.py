@@ -191,7 +191,8 @@ class Router:
         correction: [E] float32, is added to the scores for the choice alone; None: nothing is.
         groups, chosen_groups: experts are chosen from so many groups of neighbouring ones. group_size: a group's score
             is the sum of its so many highest scores.
-        normalised: the weights of a token's experts are divided by their sum, or by `least_sum` if that is more.
+        normalised: the weights of a token's experts are divided by their sum, or by `least_sum` if that is more, plus
+            `sum_eps`.
         scale: factor of the weights.
     """
 
@@ -203,6 +204,7 @@ class Router:
     group_size: int = 1
     normalised: bool = True
     least_sum: float = 1e-20
+    sum_eps: float = 0.0
     scale: float = 1.0
 
     def to(self, device: torch.device) -> Router:
@@ -248,7 +250,7 @@ def route(router: Router, logits: Tensor) -> Routes:
         experts = ranked.sort(dim=-1, descending=True, stable=True).indices[:, : router.chosen].sort(-1).values
         weights = scores.gather(1, experts)
         if router.normalised:
-            weights = weights / weights.sum(-1, keepdim=True).clamp_min(router.least_sum)
+            weights = weights / (weights.sum(-1, keepdim=True).clamp_min(router.least_sum) + router.sum_eps)
         order = experts.flatten().argsort(dim=0, stable=True)
         rows = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         ends = torch.nn.functional.one_hot(experts.flatten(), count).sum(0).cumsum(0)

@@ -197,6 +197,11 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
         {**BASE, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 100.0, "factor": 1.0}},
     ),
     "qwen3.5": ("Qwen3_5TextConfig", {**BASE, **DELTA, "attention_bias": True}),
+    "qwen3.5 moe": ("Qwen3_5MoeTextConfig", {**EXPERTS, **DELTA, "shared_expert_intermediate_size": 32}),
+    "qwen3 next": (
+        "Qwen3NextConfig",
+        {**EXPERTS, **DELTA, "shared_expert_intermediate_size": 32, "norm_topk_prob": True, "mlp_only_layers": [2]},
+    ),
     "olmo hybrid": ("OlmoHybridConfig", {**WITHOUT_DIM, **DELTA, "rope_parameters": None}),
     "olmo hybrid rotary": ("OlmoHybridConfig", {**WITHOUT_DIM, **DELTA, "linear_allow_neg_eigval": False}),
     "mamba2": (
@@ -290,6 +295,14 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "lfm2": ("Lfm2Config", {**WITHOUT_DIM, **CONVOLUTION}),
+    "lfm2 moe": (
+        "Lfm2MoeConfig",
+        {**WIDE_EXPERTS, "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
+    ),
+    "granite hybrid moe": (
+        "GraniteMoeHybridConfig",
+        {**GRANITE4, **MAMBA, "layer_types": RECURRENT, "num_local_experts": 8, "num_experts_per_tok": 3},
+    ),
     "lfm2 biases": ("Lfm2Config", {**WITHOUT_DIM, **CONVOLUTION, "conv_bias": True, "conv_L_cache": 4}),
 }
 
@@ -310,7 +323,7 @@ def build_decoder(name: str, seed: int = 0, **changes: Any) -> Any:
             else:
                 parameter.mul_(4)
         for buffer_name, buffer in model.named_buffers():
-            if buffer_name.endswith("e_score_correction_bias"):
+            if buffer_name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.add_(0.2 * torch.randn_like(buffer))
     return model.eval().requires_grad_(False)
 

@@ -74,6 +74,7 @@ class MixtureConfig:
     group_size: int = 1
     normalised: bool = True
     least_sum: float = 1e-20
+    sum_eps: float = 0.0
     scale: float = 1.0
     wide_router: bool = False
     shared: int = 0
@@ -107,6 +108,7 @@ class MixerConfig:
         limits: least and largest step size of a Mamba-2 scan.
         gate: what a Mamba-2 scan's output goes through: `norm`: gate, then norm of each group; `norm first`: norm, then
             gate; `plain`: gate alone.
+        by_group: rows of the inputs stand group by group, as Qwen3-Next has them.
         scales: factors of the products' parts: gate, x, B, C and step sizes of Mamba-2; empty for none.
     """
 
@@ -131,6 +133,7 @@ class MixerConfig:
     limits: tuple[float, float] = (0.0, float("inf"))
     gate: Literal["norm", "norm first", "plain"] = "norm"
     scales: tuple[float, ...] = ()
+    by_group: bool = False
 
     @property
     def width(self) -> int:

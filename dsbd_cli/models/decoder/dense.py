@@ -55,7 +55,7 @@ def common_settings(config: Any, recurrent: bool = False) -> dict[str, Any]:
     slides = [kinds is None or kinds[layer] == "sliding_attention" for layer in range(layers)]
     return {
         "hidden": config.hidden_size,
-        "inner": config.intermediate_size,
+        "inner": getattr(config, "intermediate_size", 0),  # 0: all layers have a mixture
         "layers": layers,
         "heads": heads,
         "kv_heads": getattr(config, "num_key_value_heads", None) or heads,

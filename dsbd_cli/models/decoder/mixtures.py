@@ -20,7 +20,7 @@ from dsbd_cli.models.decoder.dense import (
 from dsbd_cli.ops.reference import OUTPUTS_STEP
 
 
-def _mixture(
+def mixture_of_experts(
     config: Any, experts: int, inner: int, layers: Sequence[object] | None = None, **more: Any
 ) -> dict[str, Any]:
     """Return the mixture of a family. layers: per layer, whether it has the mixture; None: all have."""
@@ -28,8 +28,8 @@ def _mixture(
         raise UnfitError(
             f"it has {experts} experts of width {inner}, and widths must be multiples of {OUTPUTS_STEP // 2}"
         )
-    if not all(map(bool, layers or [True])) and config.intermediate_size <= 0:
-        raise UnfitError(f"its MLPs have the width {config.intermediate_size}")
+    if not all(map(bool, layers or [True])) and getattr(config, "intermediate_size", 0) <= 0:
+        raise UnfitError("its MLPs have no width")
     chosen = more.pop("chosen", None) or config.num_experts_per_tok
     mixture = MixtureConfig(experts, chosen, inner, **more)
     per_layer = tuple(map(bool, layers)) if layers is not None else (True,) * int(config.num_hidden_layers)
@@ -43,7 +43,7 @@ def qwen_mixture(config: Any, **more: Any) -> dict[str, Any]:
         for number in range(config.num_hidden_layers)
     ]
     inner, normalised = config.moe_intermediate_size, bool(config.norm_topk_prob)
-    return _mixture(config, config.num_experts, inner, layers, normalised=normalised, **more)
+    return mixture_of_experts(config, config.num_experts, inner, layers, normalised=normalised, **more)
 
 
 def _qwen2_moe(config: Any) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def _qwen3_moe(config: Any) -> dict[str, Any]:
 
 
 def _mixtral(config: Any) -> dict[str, Any]:
-    return _mixture(config, config.num_local_experts, config.intermediate_size, **_block_sparse_moe(config))
+    return mixture_of_experts(config, config.num_local_experts, config.intermediate_size, **_block_sparse_moe(config))
 
 
 def _block_sparse_moe(config: Any) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def _minimax_m2(config: Any) -> dict[str, Any]:
     return {
         "norms_over_all_heads": True,
         "windows": no_windows(config),
-        **_mixture(config, experts, inner, sigmoid=True, corrected=True, **names),
+        **mixture_of_experts(config, experts, inner, sigmoid=True, corrected=True, **names),
     }
 
 
@@ -90,17 +90,19 @@ def _olmoe(config: Any) -> dict[str, Any]:
         **attention_bias(config),
         "norms_over_all_heads": True,
         "windows": no_windows(config),
-        **_mixture(config, config.num_experts, config.intermediate_size, normalised=bool(config.norm_topk_prob)),
+        **mixture_of_experts(
+            config, config.num_experts, config.intermediate_size, normalised=bool(config.norm_topk_prob)
+        ),
     }
 
 
 def _flex_olmo(config: Any) -> dict[str, Any]:
     experts, inner = config.num_experts, config.intermediate_size
-    return {**olmo2(config), **_mixture(config, experts, inner, normalised=bool(config.norm_topk_prob))}
+    return {**olmo2(config), **mixture_of_experts(config, experts, inner, normalised=bool(config.norm_topk_prob))}
 
 
 def granite_mixture(config: Any) -> dict[str, Any]:
-    return _mixture(
+    return mixture_of_experts(
         config,
         config.num_local_experts,
         config.intermediate_size,
@@ -125,7 +127,7 @@ def _ernie4_5_moe(config: Any) -> dict[str, Any]:
     inner = config.moe_intermediate_size
     return {
         **ernie4_5(config),
-        **_mixture(
+        **mixture_of_experts(
             config,
             config.moe_num_experts,
             inner,
@@ -145,7 +147,7 @@ def _hunyuan_v1_moe(config: Any) -> dict[str, Any]:
         raise UnfitError("its layers have different numbers of experts")
     return {
         **hunyuan(config),
-        **_mixture(
+        **mixture_of_experts(
             config,
             experts,
             inner,
@@ -165,7 +167,7 @@ def _deepseek_mixture(config: Any, experts: int, layers: Sequence[object] | None
         layers = [number >= config.first_k_dense_replace for number in range(config.num_hidden_layers)]
     if groups < 1 or experts % groups:
         raise UnfitError(f"its config says n_group = {groups}, with {experts} experts")
-    return _mixture(
+    return mixture_of_experts(
         config,
         experts,
         inner,
@@ -221,7 +223,7 @@ def _gpt_oss(config: Any) -> dict[str, Any]:
     return {
         **attention_bias(config),
         "sinks": True,
-        **_mixture(
+        **mixture_of_experts(
             config,
             config.num_local_experts,
             config.intermediate_size,

@@ -10,7 +10,7 @@ from typing import Any
 
 from dsbd_cli.models.decoder.config import MixerConfig, Mixing, Rotary
 from dsbd_cli.models.decoder.dense import RECURRENT_KINDS, UnfitError, biases
-from dsbd_cli.models.decoder.mixtures import granite_mixture
+from dsbd_cli.models.decoder.mixtures import granite_mixture, mixture_of_experts, qwen_mixture
 
 LAYERS = RECURRENT_KINDS - {"hybrid"}  # that do not attend
 # keys of these families' configs that do not change what a forward computes, or that are read below
@@ -98,6 +98,31 @@ def _qwen3_5(config: Any, common: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+SHARED: dict[str, Any] = {"shared_name": "mlp.shared_expert", "shared_gate": True}
+
+
+def _qwen3_5_moe(config: Any, common: Mapping[str, Any]) -> dict[str, Any]:
+    mixture = mixture_of_experts(
+        config,
+        config.num_experts,
+        config.moe_intermediate_size,
+        shared=config.shared_expert_intermediate_size,
+        **SHARED,
+    )
+    return {**_qwen3_5(config, common), **mixture}
+
+
+def _qwen3_next(config: Any, common: Mapping[str, Any]) -> dict[str, Any]:
+    keys, heads = config.linear_num_key_heads * config.linear_key_head_dim, config.linear_num_value_heads
+    values = heads * config.linear_value_head_dim
+    inputs = (("in_proj_qkvz", 2 * keys + 2 * values), ("in_proj_ba", 2 * heads))
+    return {
+        **_qwen3_5(config, common),
+        **_mixed(config, _delta(config, "linear_attn", inputs, eps=config.rms_norm_eps, by_group=True)),
+        **qwen_mixture(config, shared=config.shared_expert_intermediate_size, **SHARED),
+    }
+
+
 def _olmo_hybrid(config: Any, common: Mapping[str, Any]) -> dict[str, Any]:
     keys = config.linear_num_key_heads * config.linear_key_head_dim
     heads, values = config.linear_num_value_heads, config.linear_num_value_heads * config.linear_value_head_dim
@@ -164,6 +189,26 @@ def _lfm2(config: Any, common: Mapping[str, Any]) -> dict[str, Any]:
             inner = int(config.block_ffn_dim_multiplier * inner)
             inner = -(-inner // multiple) * multiple
     return {**_short_convolution(config), **_no_windows(common), "inner": inner, "names": LFM2}
+
+
+def _lfm2_moe(config: Any, common: Mapping[str, Any]) -> dict[str, Any]:
+    layers = [number >= config.num_dense_layers for number in range(config.num_hidden_layers)]
+    mixture = mixture_of_experts(
+        config,
+        config.num_experts,
+        config.moe_intermediate_size,
+        layers,
+        sigmoid=True,
+        corrected=bool(config.use_expert_bias),
+        normalised=bool(config.norm_topk_prob),
+        sum_eps=1e-6,
+        scale=float(config.routed_scaling_factor),
+        router_name="feed_forward.gate",
+        correction_name="feed_forward.expert_bias",
+        experts_name="feed_forward.experts",
+        parts=("w1", "w3", "w2"),
+    )
+    return {**_short_convolution(config), **_no_windows(common), "names": LFM2, **mixture}
 
 
 def _lfm3(config: Any, common: Mapping[str, Any]) -> dict[str, Any]:
@@ -263,8 +308,11 @@ def _falcon_h1(config: Any, common: Mapping[str, Any]) -> dict[str, Any]:
 
 RECURRENT: dict[str, Callable[[Any, Mapping[str, Any]], dict[str, Any]]] = {
     "qwen3_5_text": _qwen3_5,
+    "qwen3_5_moe_text": _qwen3_5_moe,
+    "qwen3_next": _qwen3_next,
     "olmo_hybrid": _olmo_hybrid,
     "lfm2": _lfm2,
+    "lfm2_moe": _lfm2_moe,
     "lfm3": _lfm3,
     "mamba2": _mamba2,
     "bamba": _bamba,

@@ -358,7 +358,7 @@ class WeightReader:
             shared_gate = self._joined([(f"{at}{mixture.shared_name}_gate", 1)], hidden, bias=False)
         settings = Router(
             mixture.chosen, mixture.sigmoid, correction, mixture.groups, mixture.chosen_groups, mixture.group_size,
-            mixture.normalised, mixture.least_sum, mixture.scale,
+            mixture.normalised, mixture.least_sum, mixture.sum_eps, mixture.scale,
         )  # fmt: skip
         return MixtureWeights(router, settings, gate_up, outputs, shared_gate)
 
@@ -392,6 +392,15 @@ class WeightReader:
         assert mixer is not None
         at, heads = f"{at}{mixer.prefix}.", (mixer.heads,)
         into = self._joined([(f"{at}{name}", outputs) for name, outputs in mixer.inputs], hidden, bias=mixer.bias)
+        if mixer.by_group:
+            keys, values, each = (
+                mixer.key_dim,
+                mixer.heads // mixer.groups * mixer.value_dim,
+                mixer.heads // mixer.groups,
+            )
+            orders = [_by_part(mixer.groups, sizes) for sizes in ((keys, keys, values, values), (each, each))]
+            weights = [_rows(weight, order) for weight, order in zip(into.weights, orders, strict=True)]
+            into = PlainLinear(weights, into.biases)
         out = self._joined([(f"{at}{mixer.output}", hidden)], mixer.width, bias=mixer.out_bias)
         taps = self._taps(f"{at}{mixer.convolution}", mixer)
         numbers: dict[str, Any] = {}
@@ -479,6 +488,12 @@ class WeightReader:
 def _rows(weight: Any, numbers: Tensor) -> Any:
     """Return rows of a weight, which may be quantised."""
     return weight.take(numbers) if isinstance(weight, QuantizedWeight) else weight[numbers]
+
+
+def _by_part(groups: int, sizes: tuple[int, ...]) -> Tensor:
+    """Return rows [o] int64 in the order of their parts, which stand group by group. sizes: of the parts of a group."""
+    rows = torch.arange(groups * sum(sizes)).view(groups, -1)
+    return torch.cat([part.flatten() for part in rows.split(sizes, 1)])
 
 
 def _check(name: str, tensor: Weight, shape: tuple[int, ...]) -> None:

@@ -31,6 +31,7 @@ class RouteArguments(ctypes.Structure):
                 "correction", "groups", "chosen_groups", "group_size", "normalised", "table", "rows", "weights",
                 "spare", "lanes"),
         ("least_sum", ctypes.c_float),
+        ("sum_eps", ctypes.c_float),
         ("scale", ctypes.c_float),
     )  # fmt: skip
 
@@ -71,7 +72,7 @@ def route(router: Router, logits: Tensor) -> Routes:
         0, 0, 1, tokens, experts, flat.data_ptr(), row * logits.element_size(), logits.element_size() == 2, chosen,
         router.sigmoid, 0 if correction is None else correction.data_ptr(), router.groups, router.chosen_groups,
         router.group_size, router.normalised, table.data_ptr(), rows.data_ptr(), weights.data_ptr(), spare.data_ptr(),
-        lanes, router.least_sum, router.scale,
+        lanes, router.least_sum, router.sum_eps, router.scale,
     )  # fmt: skip
     recording.launch(compiled()[0], arguments, tokens * experts, 1, *(() if correction is None else (correction,)))
     return Routes(table, rows, weights)

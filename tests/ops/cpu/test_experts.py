@@ -25,6 +25,7 @@ ROUTERS = {
     "all": Router(EXPERTS),
     "sigmoid": Router(3, sigmoid=True, correction=normal(torch.float32, EXPERTS, seed=9), scale=2.5),
     "least sum": Router(2, sigmoid=True, least_sum=1.5),
+    "eps": Router(2, sigmoid=True, sum_eps=0.25),
     "groups": Router(4, sigmoid=True, correction=normal(torch.float32, EXPERTS, seed=8), groups=4, chosen_groups=2,
                      group_size=2),
     "groups by their best": Router(2, normalised=False, groups=8, chosen_groups=3, scale=16.0),
@@ -50,7 +51,9 @@ def chosen(router: Router, logits: list[float]) -> dict[int, float]:
     kept = sorted(range(router.groups), key=lambda group: -of_groups[group])[: router.chosen_groups]
     able = [expert for expert in range(len(logits)) if expert // size in kept]
     experts = sorted(sorted(able, key=lambda expert: -ranked[expert])[: router.chosen])
-    summed = max(sum(scores[expert] for expert in experts), router.least_sum) if router.normalised else 1.0
+    summed = 1.0
+    if router.normalised:
+        summed = max(sum(scores[expert] for expert in experts), router.least_sum) + router.sum_eps
     return {expert: scores[expert] / summed * router.scale for expert in experts}
 
 

@@ -37,7 +37,7 @@ compiled = KernelCompiler("mixtures of experts", seconds=2, layout=LAYOUT)
 # `at` is the address of an experts.RouteArguments, SpreadArguments or CombineArguments, with these offsets.
 (_, _, _, R_TOKENS, R_EXPERTS, R_LOGITS, R_LOGITS_ROW, R_NARROW, R_CHOSEN, R_SIGMOID, R_CORRECTION, R_GROUPS,
  R_CHOSEN_GROUPS, R_GROUP_SIZE, R_NORMALISED, R_TABLE, R_ROWS, R_WEIGHTS, R_SPARE, R_LANES, R_LEAST_SUM,
- R_SCALE) = ROUTE  # fmt: skip
+ R_SUM_EPS, R_SCALE) = ROUTE  # fmt: skip
 S_TAKEN, _, S_ITEMS, S_TOKENS, S_SHARE, S_X, S_X_ROW, S_WIDTH, S_CHOSEN, S_ROWS, S_OUT = SPREAD
 (C_TAKEN, _, C_ITEMS, C_TOKENS, C_SHARE, C_OUTPUTS, C_OUTPUTS_ROW, C_WIDTH, C_CHOSEN, C_ROWS, C_WEIGHTS, C_SHARED,
  C_SHARED_ROW, C_GATE, C_GATE_ROW, C_OUT, C_NARROW) = COMBINE  # fmt: skip
@@ -135,7 +135,9 @@ def choose(at, token, scores, ranked, taken, of_groups):
             put_f32(weights + done * WORD, get_f32(scores + expert * WORD))
             summed += get_f32(scores + expert * WORD)
             done += 1
-    divisor = max(summed, get_f32(at + R_LEAST_SUM)) if get_i64(at + R_NORMALISED) else types.float32(1)
+    divisor = types.float32(1)
+    if get_i64(at + R_NORMALISED):
+        divisor = max(summed, get_f32(at + R_LEAST_SUM)) + get_f32(at + R_SUM_EPS)
     for place in range(chosen):
         put_f32(weights + place * WORD, get_f32(weights + place * WORD) / divisor * get_f32(at + R_SCALE))
 
