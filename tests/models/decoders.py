@@ -153,6 +153,30 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
         "Ernie4_5_MoeConfig",
         {**EXPERTS, "moe_num_experts": 8, "moe_k": 3, "moe_num_shared_experts": 2},
     ),
+    "granite swa": (
+        "GraniteSWAConfig",
+        {**WITHOUT_DIM, "sliding_window": 4, "layer_types": KINDS, "layer_rope_theta": [1e4, 0, 1e5]},
+    ),
+    "granite moe swa": (
+        "GraniteMoeSWAConfig",
+        {
+            **WIDE_EXPERTS,
+            "sliding_window": 4,
+            "layer_types": KINDS,
+            "layer_rope_theta": [1e4, 0, 1e4],
+            "shared_intermediate_size": 96,
+        },
+    ),
+    "mellum": (
+        "MellumConfig",
+        {
+            **EXPERTS,
+            "sliding_window": 4,
+            "layer_types": KINDS,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+        },
+    ),
+    "hy v3": ("HYV3Config", {**EXPERTS, "router_scaling_factor": 1.5, "num_shared_experts": 2}),
     "hunyuan moe": ("HunYuanMoEV1Config", {**EXPERTS, "intermediate_size": 32, "moe_topk": 3}),
     "granite 4 moe": (
         "GraniteMoeHybridConfig",
@@ -332,7 +356,7 @@ def first_layers(model: Any, count: int) -> Any:
     """Return a draft: the same model with its first layers alone."""
     config = deepcopy(model.config)
     config.num_hidden_layers = count
-    for name in ("layer_types", "no_rope_layers", "mlp_layer_types"):
+    for name in ("layer_types", "no_rope_layers", "mlp_layer_types", "layer_rope_theta"):
         if vars(config).get(name) is not None:
             setattr(config, name, getattr(config, name)[:count])
     small: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -193,6 +193,24 @@ def granite(config: Any) -> dict[str, Any]:
     }
 
 
+def granite_swa(config: Any) -> dict[str, Any]:
+    """Return the settings of Granite with windows: attention has sinks, and each layer a base of its own for rotary
+    positions, which is 0 where it does not rotate."""
+    bases = sorted(set(config.layer_rope_theta))
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rotaries = [
+        rotary_of(config, {**config.rope_parameters, "rope_theta": base}, dim, None) if base else Rotary(None)
+        for base in bases
+    ]
+    return {
+        **granite(config),
+        "sinks": True,
+        "windows": common_settings(config)["windows"],
+        "rotaries": tuple(rotaries),
+        "rotary": tuple(bases.index(base) for base in config.layer_rope_theta),
+    }
+
+
 def _hyperclovax(config: Any) -> dict[str, Any]:
     """Return the settings of HyperCLOVA X, a Granite whose logits are multiplied, in place of divided."""
     names = {"mlp_norm": "post_attention_layernorm", "attention_norm": "post_norm1", "output_norm": "post_norm2"}
@@ -309,6 +327,7 @@ DENSE: dict[str, Callable[[Any], dict[str, Any]]] = {
     "gemma3_text": _gemma3,
     "phi3": _phi3,
     "granite": granite,
+    "granite_swa": granite_swa,
     "olmo2": olmo2,
     "olmo3": olmo2,
     "exaone4": _exaone4,

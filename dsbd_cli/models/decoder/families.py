@@ -35,6 +35,7 @@ KNOWN = (
     n_routed_experts n_shared_experts norm_topk_prob num_experts num_experts_per_tok num_local_experts
     num_nextn_predict_layers num_shared_experts qkv_bias routed_scaling_factor router_aux_loss_coef router_jitter_noise
     shared_expert_intermediate_size shared_intermediate_size topk_group use_qk_norm
+    enable_moe_fp32_combine layer_rope_theta mtp_layer_types mtp_mlp_layer_types num_mtp_layers router_scaling_factor
     num_dense_layers swiglu_alpha swiglu_limit use_expert_bias
     moe_k moe_layer_end_index moe_layer_interval moe_layer_start_index moe_norm_min moe_num_experts
     moe_num_shared_experts moe_topk

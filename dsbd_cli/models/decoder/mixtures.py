@@ -11,6 +11,7 @@ from dsbd_cli.models.decoder.dense import (
     attention_bias,
     ernie4_5,
     granite,
+    granite_swa,
     hunyuan,
     no_windows,
     olmo2,
@@ -101,12 +102,12 @@ def _flex_olmo(config: Any) -> dict[str, Any]:
     return {**olmo2(config), **mixture_of_experts(config, experts, inner, normalised=bool(config.norm_topk_prob))}
 
 
-def granite_mixture(config: Any) -> dict[str, Any]:
+def granite_mixture(config: Any, router_name: str = "block_sparse_moe.router.layer") -> dict[str, Any]:
     return mixture_of_experts(
         config,
         config.num_local_experts,
         config.intermediate_size,
-        router_name="block_sparse_moe.router.layer",
+        router_name=router_name,
         experts_name="block_sparse_moe.experts",
         shared=int(getattr(config, "shared_intermediate_size", 0)),
         shared_name="shared_mlp",
@@ -237,6 +238,37 @@ def _gpt_oss(config: Any) -> dict[str, Any]:
     }
 
 
+def _granitemoe_swa(config: Any) -> dict[str, Any]:
+    return {**granite_swa(config), **granite_mixture(config, "block_sparse_moe.router")}
+
+
+def _mellum(config: Any) -> dict[str, Any]:
+    layers = [kind == "sparse" for kind in config.mlp_layer_types]
+    experts, inner = config.num_local_experts, config.moe_intermediate_size
+    mixture = mixture_of_experts(config, experts, inner, layers, normalised=bool(config.norm_topk_prob))
+    return {**qwen3(config), **mixture}
+
+
+def _hy_v3(config: Any) -> dict[str, Any]:
+    layers = [kind == "sparse" for kind in config.mlp_layer_types]
+    inner = config.moe_intermediate_size
+    mixture = mixture_of_experts(
+        config,
+        config.num_experts,
+        inner,
+        layers,
+        sigmoid=True,
+        corrected=True,
+        wide_router=True,
+        scale=float(config.router_scaling_factor),
+        shared=inner * config.num_shared_experts,
+        router_name="mlp.router.gate",
+        correction_name="mlp.expert_bias",
+        shared_name="mlp.shared_mlp",
+    )
+    return {**qwen3(config), "windows": no_windows(config), "mlp_bias": bool(config.mlp_bias), **mixture}
+
+
 MIXTURES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "qwen2_moe": _qwen2_moe,
     "qwen3_moe": _qwen3_moe,
@@ -251,6 +283,9 @@ MIXTURES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "dots1": _dots1,
     "exaone_moe": _exaone_moe,
     "gpt_oss": _gpt_oss,
+    "granitemoe_swa": _granitemoe_swa,
+    "mellum": _mellum,
+    "hy_v3": _hy_v3,
     "ernie4_5_moe": _ernie4_5_moe,
     "hunyuan_v1_moe": _hunyuan_v1_moe,
 }
