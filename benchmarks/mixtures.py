@@ -1,10 +1,16 @@
 """Mixtures of experts with random weights of real shapes: tokens/s beside what the memory's bandwidth allows.
 
-    python -m benchmarks.mixtures --shape qwen3-30b-a3b --quantize int4 --layers 48
+    python -m benchmarks.mixtures --shape qwen3-30b-a3b --quantize int4
+    python -m benchmarks.mixtures --shape gpt-oss-20b
+    python -m benchmarks.mixtures --shape qwen3-30b-a3b --layers 4 --transformers --quantize int4
+
+gpt-oss has its experts in MXFP4, and the others in bfloat16. `--transformers` compares the batch of rows with its
+generate, in bfloat16, with as many layers.
 
 Layers share their plain weights, which are packed for each layer, so that packed weights alone take memory. Texts mean
-nothing, but each token is routed by its own scores, as in a trained model with balanced experts. The bound: the bytes
-that one token reads, over the rate at which both threads read a block of memory, measured before and after.
+nothing, but each token is routed by its own scores, as in a trained model with balanced experts. The bound: the rate at
+which all threads read a block of memory, measured before and after, over the bytes that a step reads. Tokens that
+choose by themselves read 1 - (1 - k / E)^m of the experts in a step of m.
 """
 
 from __future__ import annotations
@@ -18,12 +24,12 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
 
 from benchmarks.common import markdown_table, own_memory, publish
 from dsbd_cli import Engine, MethodConfig, Request, SamplingConfig
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.models.checkpoints.generation import CheckpointSettings
+from dsbd_cli.models.checkpoints.quantized.mxfp4 import Mxfp4Weight
 from dsbd_cli.models.decoder.config import DecoderConfig
 from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
 from dsbd_cli.models.decoder.families import decoder_config_of
@@ -39,7 +45,16 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts_per_tok": 8, "norm_topk_prob": True, "vocab_size": 151936,
         },
     ),
+    "gpt-oss-20b": (
+        "GptOssConfig",
+        {
+            "hidden_size": 2880, "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8,
+            "head_dim": 64, "intermediate_size": 2880, "num_local_experts": 32, "num_experts_per_tok": 4,
+            "vocab_size": 201088, "layer_types": ["sliding_attention", "full_attention"] * 12,
+        },
+    ),
 }  # fmt: skip
+STORED = {"gpt-oss-20b": "mxfp4"}  # forms in which their files have experts
 BLOCK = 1 << 31  # bytes that are read to measure the memory
 
 
@@ -54,14 +69,18 @@ def bandwidth() -> float:
     return BLOCK / min(seconds)
 
 
-def random_tensors(model_config: Any, config: DecoderConfig) -> dict[str, Callable[[], Tensor]]:
-    """The tensors of a checkpoint, by name. Those of one shape are parts of one tensor."""
+def random_tensors(model_config: Any, form: str | None) -> dict[str, Callable[[], Any]]:
+    """The tensors of a checkpoint, by name. Those of one shape are one tensor. form: of experts."""
     with torch.device("meta"):
-        network = transformers.AutoModelForCausalLM.from_config(model_config)
-    tensors: dict[str, Callable[[], Tensor]] = {}
-    made: dict[tuple[int, ...], Tensor] = {}
+        network: Any = transformers.AutoModelForCausalLM.from_config(model_config)  # type: ignore[no-untyped-call]
+    tensors: dict[str, Callable[[], Any]] = {}
+    made: dict[tuple[int, ...], Any] = {}
 
-    def tensor(shape: tuple[int, ...]) -> Tensor:
+    def tensor(shape: tuple[int, ...]) -> Any:
+        if shape not in made and form == "mxfp4" and len(shape) == 3:  # [E, inputs, outputs]
+            blocks = torch.randint(0, 256, (shape[0] * shape[2], shape[1] // 32, 16), dtype=torch.uint8)
+            scales = torch.full(blocks.shape[:2], 119, dtype=torch.uint8)
+            made[shape] = Mxfp4Weight("experts", blocks, scales, shape[0])
         if shape not in made:
             spread = 1.0 if len(shape) == 1 else shape[-1] ** -0.5
             made[shape] = torch.randn(shape, generator=torch.Generator().manual_seed(0)).mul_(spread).bfloat16()
@@ -72,32 +91,58 @@ def random_tensors(model_config: Any, config: DecoderConfig) -> dict[str, Callab
     return tensors
 
 
-def built(shape: str, layers: int | None, quantize: str | None) -> DecoderForestModel:
+def built(shape: str, layers: int | None, quantize: Any) -> DecoderForestModel:
     """A packed decoder with random weights."""
     kind, settings = SHAPES[shape]
     model_config = getattr(transformers, kind)(**settings)
-    if layers is not None:
-        model_config.num_hidden_layers = layers
-    config = decoder_config_of(model_config)
+    config, form = decoder_config_of(model_config), STORED.get(shape)
     assert isinstance(config, DecoderConfig), config
-    tensors = random_tensors(model_config, config)
+    config = config.with_layers(range(layers or config.layers))
+    model_config.num_hidden_layers = config.layers
+    tensors = random_tensors(model_config, form)
     parts = DecoderParts(
         shape, config, tensors, torch.bfloat16, torch.device("cpu"), CheckpointSettings(kind, (), {}), None
     )
     model = build_decoder(parts, lambda: None, frozenset())
     few = torch.arange(64)[None]
     channels = {}
-    if quantize is not None:  # channels of few tokens: which ones they are changes no time
+    if quantize is not None or form is not None:  # channels of few tokens: which ones they are changes no time
         from dsbd_cli.models.decoder.pack import find_outliers
 
         shallow = model.shallow(1)
         found = find_outliers(shallow.decoder, lambda: shallow.plain(few))
-        channels = {
-            name: found.get(name, found.get(name.replace(name.split(".")[0], "0", 1))).tolist()
-            for name, *_ in model.decoder.plain_products()
-        }
-    pack(model, ModelSpec(shape, quantize=quantize), channels or None)
+        like = {name.partition(".")[2]: numbers.tolist() for name, numbers in found.items()}
+        channels = {name: like[name.partition(".")[2]] for name, *_ in model.decoder.plain_products()}
+    pack(model, ModelSpec(shape, quantize=quantize), channels or None, form)
     return model
+
+
+def step_bytes(model: DecoderForestModel, count: int) -> float:
+    """Bytes of weights that a step of so many tokens reads, on average."""
+    mixture, layers = model.decoder.config.mixture, model.decoder.weights.layers
+    assert mixture is not None
+    products = [product for layer in layers if layer.mixture for product in (layer.mixture.gate_up, layer.mixture.down)]
+    experts, share = (
+        sum(weight.nbytes for product in products for weight in product.weights),
+        mixture.chosen / mixture.experts,
+    )
+    return model.size.read_bytes + experts * (1 - (1 - share) ** count - share)
+
+
+def rate_of_transformers(shape: str, layers: int, beams: int, rows: int, tokens: int) -> float:
+    """Tokens per second of transformers' generate in bfloat16, without the prompt's forward."""
+    kind, settings = SHAPES[shape]
+    model_config = getattr(transformers, kind)(**{**settings, "num_hidden_layers": layers})
+    network: Any = transformers.AutoModelForCausalLM.from_config(model_config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
+    prompts = torch.arange(16).expand(rows, -1) + 100 * torch.arange(rows)[:, None]
+    more = {"num_beams": beams, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    seconds = []
+    with torch.inference_mode():
+        for new in (1, tokens + 1):
+            start = time.perf_counter()
+            network.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=new, **more)
+            seconds.append(time.perf_counter() - start)
+    return rows * tokens / (seconds[1] - seconds[0])
 
 
 def rate(model: DecoderForestModel, beams: int, rows: int, tokens: int) -> float:
@@ -125,6 +170,7 @@ def main() -> None:
     parser.add_argument("--quantize", choices=("int8", "int4"))
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--transformers", action="store_true", help="compare the batch with its generate")
     parser.add_argument("--name", default="mixtures", help="of the folder of results")
     options = parser.parse_args()
     start = time.perf_counter()
@@ -137,18 +183,23 @@ def main() -> None:
         if not number:
             runs.clear()  # a warm-up
     after = bandwidth()
-    bound = (before + after) / 2 / size.read_bytes
+    bounds = {count: (before + after) / 2 / step_bytes(model, count) for count in (1, 4)}
     table = []
     for beams, rows in cases:
         rates = [run["tokens_per_s"] for run in runs if (run["beams"], run["rows"]) == (beams, rows)]
         middle = statistics.median(rates)
-        share = f"{middle / bound:.2f}" if rows == 1 else "-"
+        share = f"{middle / bounds[beams]:.2f}" if rows == 1 else "-"
         table.append({"beams": f"{beams}", "rows": f"{rows}", "tokens/s": f"{middle:.2f}", "of the bound": share})
+    if options.transformers:
+        theirs = rate_of_transformers(options.shape, model.layer_count, 4, 8, options.tokens)
+        runs.append({"beams": 4, "rows": 8, "transformers": theirs})
+        table.append({"beams": "4", "rows": "8", "tokens/s": f"{theirs:.2f}", "of the bound": "transformers, bfloat16"})
+    form = options.quantize or STORED.get(options.shape, "bfloat16")
     about = (
-        f"{options.shape}, {model.layer_count} layers, {options.quantize or 'bfloat16'}, random weights: "
-        f"{size.held_bytes / 1e9:.1f} GB in memory, {size.read_bytes / 1e9:.2f} GB read for a token; memory gives "
-        f"{before / 1e9:.1f} and {after / 1e9:.1f} GB/s, which allows {bound:.1f} tokens/s. Packed in "
-        f"{packed_in:.0f} s; the process takes {own_memory(os.getpid()) / 1e9:.1f} GB."
+        f"{options.shape}, {model.layer_count} layers, {form}, random weights: {size.held_bytes / 1e9:.1f} GB in memory, "
+        f"{size.read_bytes / 1e9:.2f} GB read for a token; memory gives {before / 1e9:.1f} and {after / 1e9:.1f} GB/s, "
+        f"which allows {bounds[1]:.1f} tokens/s with one beam. Packed in {packed_in:.0f} s; the process takes "
+        f"{own_memory(os.getpid()) / 1e9:.1f} GB."
     )
     publish(options.name, runs, f"A mixture of experts: {options.shape}", about, markdown_table(table))
 
