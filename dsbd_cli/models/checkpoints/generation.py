@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import operator
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,8 +83,9 @@ def positions_of(config: Any, *, switching: bool = False) -> int | None:
     """Return the number of positions that a (text) config allows; None where it is unbounded. switching: the model
     chooses factors of longrope for each row by itself."""
     limit = getattr(config, "max_position_embeddings", None) or getattr(config, "max_target_positions", None)
-    # Doge leaves tokens out past so many: those of the least weight, which is the same for a word that returns
-    limit = min(limit or sys.maxsize, getattr(config, "keep_window_size", None) or limit or 0)
+    if kept := getattr(config, "keep_window_size", None):
+        # past so many tokens Doge leaves out those of the least weight, and words that return weigh the same
+        limit = min(limit or kept, kept)
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope" and not switching:
         # past this length transformers changes the frequencies of the whole batch, whatever the others' lengths

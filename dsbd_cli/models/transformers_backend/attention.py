@@ -2,7 +2,7 @@
 switched to it.
 
 Layers of TrOCR and BLIP, which compute attention themselves and look no function up, get a forward that calls ours.
-Those of GPT-Neo and GPT-NeoX-Japanese have a method for it, which is replaced.
+Those of GPT-J, CodeGen, GPT-Neo and GPT-NeoX-Japanese have a method for it, which is replaced.
 
 A context variable says which forward is under way: LongT5, Moonshine, BLIP and decoders of pictures pass no keyword of
 ours on to the function.
@@ -163,8 +163,8 @@ def attend_by_function(model: nn.Module, logits: Callable[[], Tensor]) -> None:
 
 
 def replace_methods(model: nn.Module) -> None:
-    """Have the layers of GPT-NeoX-Japanese and GPT-Neo attend by our function. The method of the former takes keys that
-    lie row after row, which those of a cache with several rows do not. That of the latter masks by slot."""
+    """Have the layers of the classes in _METHODS attend by our function. The own method of GPT-NeoX-Japanese takes keys
+    that lie row after row, which those of a cache with several rows do not, and that of GPT-Neo masks by slot."""
     layers: list[Any] = [module for module in model.modules() if type(module).__name__ in _METHODS]
     for layer in layers:
         layer._attn = partial(_METHODS[type(layer).__name__], layer, layer._attn)
@@ -173,6 +173,14 @@ def replace_methods(model: nn.Module) -> None:
 def _attend_in_neox(layer: Any, stock: object, query: Tensor, key: Tensor, value: Tensor, mask: Any = None) -> Any:
     """Return attention [R, H, n, E], and no weights."""
     out, weights = grouped_attention(layer, query, key, value, mask, scaling=1 / layer.norm_factor)
+    return out.transpose(1, 2), weights
+
+
+def _attend_in_gptj(layer: Any, stock: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any = None) -> Any:
+    """Return attention [R, H, n, E], and no weights; outside of a forest what the layer's own method returns."""
+    if _metadata.get() is None:
+        return stock(query, key, value, mask)
+    out, weights = grouped_attention(layer, query, key, value, mask, scaling=1 / float(layer.scale_attn))
     return out.transpose(1, 2), weights
 
 
@@ -192,6 +200,8 @@ def _attend_in_neo(layer: Any, stock: Any, query: Tensor, key: Tensor, value: Te
 _METHODS: dict[str, Callable[..., Any]] = {
     "GPTNeoXJapaneseAttention": _attend_in_neox,
     "GPTNeoSelfAttention": _attend_in_neo,
+    "GPTJAttention": _attend_in_gptj,
+    "CodeGenAttention": _attend_in_gptj,
 }
 
 

@@ -372,13 +372,14 @@ def quantize(model: nn.Module, calibrate: Callable[[], object], weight_format: s
 
 def plain_weights(model: nn.Module) -> tuple[float, tuple[str, ...]]:
     """Return which share of a model's weights is not quantized, and the classes that hold most of these. Tables of
-    embeddings, which are looked up, do not count."""
+    embeddings, which are looked up, and small weights do not count."""
     quantized, plain = 0, dict[str, int]()
     for module in model.modules():
         if isinstance(module, QuantizedLinear):
             quantized += module.weight.numel()
         elif not isinstance(module, nn.Embedding):
-            count = sum(weight.numel() for weight in module.parameters(recurse=False) if weight.dim() > 1)
+            sizes = (weight.numel() for weight in module.parameters(recurse=False) if weight.dim() > 1)
+            count = sum(size for size in sizes if size >= LEAST_WEIGHTS)
             kind = type(module).__name__
             plain[kind] = plain.get(kind, 0) + count
     left = sum(plain.values())

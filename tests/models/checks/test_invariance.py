@@ -32,7 +32,18 @@ from dsbd_cli.requests import Request
 from tests.helpers.tiny import FIT, build
 
 # one of each kind of attention: full, one kv head, windows, caps, sinks
-KINDS = ("llama", "llama one kv head", "opt", "gpt2", "mistral window", "gemma2 window", "gemma3 window", "phi3 window")
+KINDS = (
+    "llama",
+    "llama one kv head",
+    "opt",
+    "gpt2",
+    "gptj",
+    "gpt-neo window",
+    "mistral window",
+    "gemma2 window",
+    "gemma3 window",
+    "phi3 window",
+)
 
 
 def wide(name: str, dtype: torch.dtype, *, packed: bool = True, **more: Any) -> CausalForestModel:
@@ -157,7 +168,7 @@ def test_bits_do_not_depend_on_any_company(name: str) -> None:
             assert torch.equal(_logits(model, company), alone), company
 
 
-@pytest.mark.parametrize("name", ["falcon rotary", "gptj"])
+@pytest.mark.parametrize("name", ["falcon rotary", "bloom"])
 def test_a_model_with_attention_of_its_own_is_not_trusted(name: str) -> None:
     """Guards against luck: such a model's bits may stay in this one text."""
     assert check(wide(name, torch.float32)).varies is not None
