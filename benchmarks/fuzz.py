@@ -56,13 +56,14 @@ from tests.helpers import pairs
 from tests.helpers.checkpoints import byte_level, wrap
 from tests.helpers.pairs import build_pair, pair_codec, perturbed
 from tests.helpers.quantized_files import ALL_FORMS, write_form
-from tests.helpers.tiny import FIT, RECURRENT, build
+from tests.helpers.tiny import FIT, OWN, RECURRENT, build
 
 __all__ = ["Configuration", "Fuzzer", "RowKind"]
 
 CAUSAL = (
     *("llama", "opt", "gpt2", "qwen2 window", "qwen3", "mistral window", "gemma2 window", "gemma3 window", "gpt-neox"),
     *("phi", "phi3", "phi3 window", "smollm3", "cohere"),
+    *OWN,
 )
 HYBRID = ("mamba2", "qwen3-next", "lfm2", "granite-hybrid")
 PAIRS = ("t5", "marian", "bart")
@@ -364,7 +365,7 @@ class Fuzzer:
         """A checkpoint; the draft's weights are the target's, moved a little."""
         folder = self._place / f"{family.replace(' ', '-')}-{size}-{role}"
         if not folder.exists():
-            model = build(family, vocab_size=size, **_larger(FIT | RECURRENT, family))
+            model = build(family, vocab_size=size, **_larger(FIT | OWN | RECURRENT, family))
             model = perturbed(model, NOISE) if role == "draft" else model
             model.to(torch.bfloat16).save_pretrained(folder)
             self._tokenizer.save_pretrained(folder)
@@ -403,7 +404,7 @@ def _pair(family: str, dtype: torch.dtype) -> Loaded:
 
 def _quantized(family: str, size: int, dtype: torch.dtype, weights: str, tokenizer: PreTrainedTokenizerFast) -> Loaded:
     """Its linear layers are int8 or int4, however small."""
-    model = build(family, vocab_size=size, **_larger(FIT, family))
+    model = build(family, vocab_size=size, **_larger(FIT | OWN, family))
     draft: BaseForestModel = CausalForestModel(perturbed(model, NOISE).to(dtype), family)
     model.to(dtype)
     target: BaseForestModel

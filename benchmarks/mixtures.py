@@ -198,8 +198,8 @@ def main() -> None:
     about = (
         f"{options.shape}, {model.layer_count} layers, {form}, random weights: {size.held_bytes / 1e9:.1f} GB in "
         f"memory, {size.read_bytes / 1e9:.2f} GB read for a token; memory gives {before / 1e9:.1f} and "
-        f"{after / 1e9:.1f} GB/s, which allows {bounds[1]:.1f} tokens/s with one beam. Packed in {packed_in:.0f} s; the process takes "
-        f"{own_memory(os.getpid()) / 1e9:.1f} GB."
+        f"{after / 1e9:.1f} GB/s, which allows {bounds[1]:.1f} tokens/s with one beam. Packed in "
+        f"{packed_in:.0f} s; the process takes {own_memory(os.getpid()) / 1e9:.1f} GB."
     )
     publish(options.name, runs, f"A mixture of experts: {options.shape}", about, markdown_table(table))
 

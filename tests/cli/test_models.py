@@ -195,3 +195,14 @@ def test_the_shell_completes(before: str) -> None:
         [sys.executable, "-m", "dsbd_cli"], env=environment, cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert (done.stdout.split(), done.stderr) == (["--num-beams"], "")
+
+
+def test_how_types_of_models_run(dsbd: Dsbd) -> None:
+    outcome = dsbd("models", "--support")
+    assert (outcome.code, outcome.err) == (0, "")
+    tried, columns, *lines = outcome.out.splitlines()
+    assert tried.startswith("# tried with tiny random models of transformers 5.")
+    assert columns.split() == ["type", "reads", "runs", "exactness", "beams", "why"]
+    rows = {line.split()[0]: line for line in lines}
+    assert rows["llama"].split() == ["llama", "text", "decoder", "same-text", "3/3"]
+    assert " refused " in rows["mpt"]

@@ -136,6 +136,50 @@ FIT: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("CohereConfig", GROUPED),
 }
 
+# What our own decoder does in ways of its own; tests/models/decoders.py has all of its families.
+OWN: dict[str, tuple[str, dict[str, Any]]] = {
+    "glm4": ("Glm4Config", {**HEAD, "attention_bias": True}),
+    "hunyuan": ("HunYuanDenseV1Config", HEAD),
+    "ministral3 growing": (
+        "Ministral3Config",
+        {
+            **HEAD,
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16,
+                "llama_4_scaling_beta": 0.5,
+            },
+        },
+    ),
+    "granite dense": (
+        "GraniteMoeHybridConfig",
+        {
+            **GROUPED, "num_local_experts": 0, "layer_types": ["full_attention"] * 2, "shared_intermediate_size": 48,
+            "position_embedding_type": "rope",
+        },
+    ),
+    "qwen3 moe": (
+        "Qwen3MoeConfig",
+        {**HEAD, "hidden_size": 64, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    ),
+    "gpt-oss sinks": (
+        "GptOssConfig",
+        {
+            **HEAD, "hidden_size": 64, "intermediate_size": 32, "sliding_window": 4, "layer_types": SLIDING,
+            "num_local_experts": 8, "num_experts_per_tok": 3,
+        },
+    ),
+    "phi3 longrope": (
+        "Phi3Config",
+        {
+            **GROUPED, "hidden_size": 64, "sliding_window": None, "original_max_position_embeddings": 100,
+            "rope_parameters": {
+                "rope_type": "longrope", "rope_theta": 1e4, "factor": 5.0, "original_max_position_embeddings": 100,
+                "short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": [2.0 + 0.1 * i for i in range(8)],
+            },
+        },
+    ),
+}  # fmt: skip
+
 UNFIT: dict[str, tuple[str, dict[str, Any]]] = {
     "mpt": ("MptConfig", {"vocab_size": V, "d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 512}),
     "falcon alibi": ("FalconConfig", {**SIZES, "alibi": True, "new_decoder_architecture": False}),
@@ -324,7 +368,7 @@ SINCE = {"lfm3": Version("5.23")}  # versions of transformers, of families that 
 def build(name: str, *, attention: str | None = None, seed: int = 0, **changes: Any) -> Any:
     """A random model of a family in evaluation mode, with weights large enough that a wrong mask shows, and states
     that last long enough for a wrong one to show."""
-    kind, settings = {**FIT, **UNFIT, **RECURRENT}[name]
+    kind, settings = {**FIT, **OWN, **UNFIT, **RECURRENT}[name]
     if name in SINCE and Version(transformers.__version__) < SINCE[name]:
         pytest.skip(f"transformers {transformers.__version__} does not know {name} yet")
     config = getattr(transformers, kind)(**{**settings, **changes})

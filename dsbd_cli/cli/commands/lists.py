@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import fields
 from typing import Annotated
 
 import typer
@@ -16,22 +18,40 @@ SourceArgument = Annotated[str, typer.Argument(metavar="SOURCE", help="folder or
 SchemaName = Annotated[
     str | None, typer.Argument(metavar="NAME", help="which one; without it, a list", show_default=False)
 ]
+SupportFlag = Annotated[
+    bool, typer.Option("--support", help="list instead how each type of model of transformers runs here")
+]
 
 
 @app.callback()
-def models(ctx: typer.Context) -> None:
+def models(ctx: typer.Context, support: SupportFlag = False) -> None:
     """List the names of models: the built-in pair, yours, ours and the hub cache, and whether the files are here.
 
     Columns: name, source, state (here, partly here, absent), origin (built-in, yours, ours, hub cache).
+
+    With --support: type (`model_type` of config.json), what it reads (types of images or sound run for their text), how
+    it runs (decoder: our own; adapted: by transformers; refused, crash, not tried), exactness, for how many of three
+    prompts all beams are those of transformers, why it does not run on our own decoder.
     """
     if ctx.invoked_subcommand is not None:
         return
+    if support:
+        from dsbd_cli.models.checkpoints.support import Support, read_table, tried_with
+
+        typer.echo(f"# tried with tiny random models of transformers {tried_with()}")
+        _print_table([tuple(field.name for field in fields(Support)), *(row.cells() for row in read_table())])
+        return
     from dsbd_cli.models.checkpoints.catalog import listed
 
-    rows = [(entry.name, entry.source, entry.state, entry.origin) for entry in listed()]
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    _print_table([(entry.name, entry.source, entry.state, entry.origin) for entry in listed()])
+
+
+def _print_table(rows: Sequence[tuple[str, ...]]) -> None:
+    """Print rows in columns, of which the last one is as wide as it is."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        typer.echo("  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]))
+        cells = [cell.ljust(width) for cell, width in zip(row[:-1], widths, strict=False)]
+        typer.echo("  ".join([*cells, row[-1]]).rstrip())
 
 
 @app.command(cls=Command)

@@ -32,11 +32,17 @@ def of_text(tensors: Iterable[str]) -> set[str]:
 
 
 def other_parts(config: Any) -> bool:
-    """Return whether a transformers config is of a model without an encoder that also reads images or sound."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
+    """Return whether a transformers config is of a model without an encoder that also reads images or sound. A config
+    of which there is also a text model alone names its class."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_MULTIMODAL_LM_MAPPING,
+        MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    )
 
-    return (
-        type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
-        and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
-        and not getattr(config, "is_encoder_decoder", False)
+    if type(config) not in MODEL_FOR_MULTIMODAL_LM_MAPPING or getattr(config, "is_encoder_decoder", False):
+        return False
+    named = (getattr(config, "architectures", None) or [None])[0]
+    return type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or named == MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(
+        config.model_type
     )
