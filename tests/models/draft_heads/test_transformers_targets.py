@@ -57,7 +57,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loads:
         folder, whole = save_target(tmp_path_factory.mktemp("targets"), family)
         pair = load_pair(*open_pair(spec_for(folder), spec_for("mtp", "draft")))
         head: Any = pair.draft
-        assert isinstance(head, TransformersDraftHead)
+        assert isinstance(head, DecoderDraftHead if family == "qwen3.5" else TransformersDraftHead)
         return pair, head, StockHead(folder, whole, family)
 
     return load

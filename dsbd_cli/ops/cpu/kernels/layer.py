@@ -351,7 +351,8 @@ def steps(at):
         for row in range(item * share, min((item + 1) * share, get_i64(at + S_ROWS))):
             source = get_i64(at + S_STEPS) + row * get_i64(at + S_STEPS_ROW)
             for past in range(0, heads * 4, 4):
-                size = min(max(softplus(get_f32(source + past) + get_f32(get_i64(at + S_BIAS) + past)), least), most)
+                size = softplus(get_f32(source + past) + get_f32(get_i64(at + S_BIAS) + past))
+                size = least if size < least else most if size > most else size  # NaN stays
                 put_f32(get_i64(at + S_SIZES) + row * heads * 4 + past, size)
                 decay = get_f32(get_i64(at + S_DECAY) + past) * size
                 put_f32(get_i64(at + S_DECAYS) + row * heads * 4 + past, decay)
