@@ -125,6 +125,64 @@ def gated(op: Any, dtype: torch.dtype) -> None:
         assert torch.equal(op(cube, *form).flatten(0, 1), run(both[:6]))
 
 
+def output_gate(op: Any, dtype: torch.dtype) -> None:
+    """A factor of each number, and one of each head."""
+    heads, dim = 3, 48
+    both = normal(dtype, 150, 2 * heads * dim + 5) * 4
+    both[0, -8:-4] = torch.tensor([-400.0, 400.0, 0.0, -90.0])
+    for width in (heads * dim, heads):
+
+        def run(rows: Tensor, gate: Any = op, width: int = width) -> Tensor:
+            attended = rows[:, : heads * dim].contiguous().view(1, len(rows), heads, dim)
+            return gate(attended, rows[:, -width:].unsqueeze(0)).flatten(2)[0]
+
+        check_rows(run, functools.partial(run, gate=reference.output_gate), both, CLOSE[dtype])
+
+
+def gated_norm(op: Any, dtype: torch.dtype) -> None:
+    """Either order, and no norm; groups of one vector and of several."""
+    for groups, first, normed in itertools.product((1, 3), (False, True), (False, True)):
+        width = groups * 48
+        both = normal(dtype, 150, 2 * width + 8) * 3
+        rms = reference.Norm(normal(dtype, width, seed=2), 1e-5) if normed else None
+
+        def run(
+            rows: Tensor, norm: Any = op, rms: Any = rms, width: int = width, groups: int = groups, first: bool = first
+        ) -> Tensor:
+            return norm(rms, rows[:, :width], rows[:, -width:], groups, first)
+
+        check_rows(run, functools.partial(run, norm=reference.gated_norm), both, 2 * CLOSE[dtype], infinite=False)
+
+
+def delta_inputs(op: Any, dtype: torch.dtype) -> None:
+    """Always in float32. The last columns are betas and steps."""
+    groups, dim, heads = 3, 48, 6
+    both = normal(torch.float32, 150, 2 * groups * dim + 40 + 2 * heads) * 4
+    both[0, -2:] = torch.tensor([-100.0, 100.0])
+    decay, bias = -normal(torch.float32, heads, seed=1).exp(), normal(torch.float32, heads, seed=2)
+
+    def run(rows: Tensor, inputs: Any = op) -> Tensor:
+        parts = rows[:, : -2 * heads], rows[:, -2 * heads : -heads], rows[:, -heads:]
+        made = inputs(*(part.unsqueeze(0) for part in parts), decay, bias, groups, dim, 2.0)
+        return torch.cat([part.flatten(2)[0] for part in made], 1)
+
+    check_rows(run, functools.partial(run, inputs=reference.delta_inputs), both, CLOSE[torch.float32], infinite=False)
+
+
+def step_sizes(op: Any, dtype: torch.dtype) -> None:
+    """Always in float32, with and without limits."""
+    heads = 11
+    steps = normal(torch.float32, 150, heads + 3) * 4
+    decay, bias = -normal(torch.float32, heads, seed=1).exp(), normal(torch.float32, heads, seed=2)
+    for limits in ((0.0, math.inf), (0.01, 2.0)):
+
+        def run(rows: Tensor, sizes: Any = op, limits: tuple[float, float] = limits) -> Tensor:
+            return torch.cat([part[0] for part in sizes(rows[None, :, :heads], decay, bias, limits)], 1)
+
+        plain = functools.partial(run, sizes=reference.step_sizes)
+        check_rows(run, plain, steps, CLOSE[torch.float32], infinite=False)
+
+
 def rotate(op: Any, dtype: torch.dtype) -> None:
     """Rows of two nodes, with and without norms of heads, and angles of each row or of all. Values are stored as they
     are; slots of no node stay as they were."""
@@ -508,6 +566,7 @@ Row = tuple[str, str]  # an operation, and the format of its weights
 CASES: dict[Row, Callable[[Any, torch.dtype], None]] = {
     **{(case.__name__, ""): case for case in (norm, gated, rotate, program, pick, path_attention, prompt_attention)},
     **{(case.__name__, ""): case for case in (log_total, candidates, scan)},
+    **{(case.__name__, ""): case for case in (output_gate, gated_norm, delta_inputs, step_sizes)},
     **{(name, ""): part_of_iteration(name) for name in ("draft", "verify", "commit")},
     ("experts", ""): check_experts,
     ("linear", "plain"): linear,

@@ -32,6 +32,8 @@ SPECULATORS = "speculators_model_type"
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 VERSION = "dsbd_version"  # in the config of a head that `dsbd distill` made
 MTP_LM_HEAD = "shared_head.head.weight"
+# settings of MTP layers, each with the only value that is known here; all others must be off
+KNOWN_MTP = {"num_mtp_layers": 1, "mtp_num_hidden_layers": 1, "mtp_layer_types": ["full_attention"]}
 PICKLE = "pytorch_model.bin"
 # settings of a head itself, in addition to those of its layer
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -186,6 +188,13 @@ def read_mtp(tensors: Tensors, target: DecoderForestModel) -> DraftHeadParts:
     decoder = MtpDecoder(one_layer, weights, _ops(one_layer, target), parts)
     _move_to_target(decoder, target)
     return DraftHeadParts(decoder, None, ((),), names.form)
+
+
+def refuse_settings(settings: Mapping[str, Any]) -> None:
+    """Raise ModelError for settings of a target's MTP layers that are not known here."""
+    for name, value in settings.items():
+        if "mtp" in name and value and value != KNOWN_MTP.get(name):
+            raise ModelError(f"the target's config says {name} = {value!r}, which is not known here")
 
 
 def find_mtp(tensors: Tensors, layers: int) -> tuple[MtpNames, DraftHeadTensors]:

@@ -10,11 +10,12 @@ from torch import Tensor
 from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.errors import ModelError, PairError
 from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
+from dsbd_cli.models.checkpoints.generation import read_settings
 from dsbd_cli.models.checkpoints.loader import check_quantize, device_of, too_small
 from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
 from dsbd_cli.models.decoder.own_rows import OWN_IDS, OwnRows
 from dsbd_cli.models.decoder.weights import PlainLinear
-from dsbd_cli.models.draft_heads.formats import DraftHeadParts, is_draft_head, read_eagle3, read_mtp
+from dsbd_cli.models.draft_heads.formats import DraftHeadParts, is_draft_head, read_eagle3, read_mtp, refuse_settings
 from dsbd_cli.models.draft_heads.model import AFTER_NORM, BaseDraftHead, DecoderDraftHead
 from dsbd_cli.models.forest_model import BaseForestModel
 from dsbd_cli.ops.reference import DeviceLinear
@@ -63,6 +64,8 @@ def _loaded(draft: Checkpoint, source: Checkpoint, target: BaseForestModel) -> B
     if not draft.spec.in_target:
         parts = read_eagle3(draft.path, target)
     elif isinstance(target, DecoderForestModel):
+        settings = source.path / "config.json"
+        refuse_settings(read_settings(settings) if settings.is_file() else {})
         parts = read_mtp(source.tensors, target)
     else:
         from dsbd_cli.models.draft_heads.transformers_mtp import read_transformers_mtp

@@ -17,15 +17,19 @@ from torch import Tensor, nn
 from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.errors import ModelError, one_line
 from dsbd_cli.models.checkpoints.checkpoint import Tensors, quiet
-from dsbd_cli.models.draft_heads.formats import MTP_LM_HEAD, DraftHeadTensors, MtpNames, find_mtp
+from dsbd_cli.models.draft_heads.formats import (
+    MTP_LM_HEAD,
+    DraftHeadTensors,
+    MtpNames,
+    find_mtp,
+    refuse_settings,
+)
 from dsbd_cli.models.draft_heads.model import AFTER_NORM, BaseDraftHead, without_first
 from dsbd_cli.models.forest_model import BaseForestModel, HiddenStateTap, ModelSize, address
 from dsbd_cli.models.transformers_backend.base import LAST
 from dsbd_cli.models.transformers_backend.causal import CausalForestModel
 from dsbd_cli.models.transformers_backend.patching import pack, quantize
 
-# settings of MTP layers, each with the only value that is known here; all others must be off
-KNOWN_MTP = {"num_mtp_layers": 1, "mtp_num_hidden_layers": 1, "mtp_layer_types": ["full_attention"]}
 TABLES = ("model.embed_tokens.weight", "lm_head.weight")  # the target's own are used
 
 
@@ -111,9 +115,7 @@ def _one_layer(mtp_tensors: DraftHeadTensors, names: MtpNames, theirs: Any, targ
         raise ModelError("its weights are quantised, which is not known here")
     if config.get_text_config(decoder=True) is not config:
         raise ModelError(f"{type(theirs).__name__} is not a model of text alone")
-    for name, value in config.to_dict().items():
-        if "mtp" in name and value and value != KNOWN_MTP.get(name):
-            raise ModelError(f"the target's config says {name} = {value!r}, which is not known here")
+    refuse_settings(config.to_dict())
     layer = [
         name_of_tensor
         for name_of_tensor in mtp_tensors

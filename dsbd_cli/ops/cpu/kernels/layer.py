@@ -74,6 +74,8 @@ assert layer_ops.STEP == LANES
 
 TO_BASE_2 = -math.log2(math.e)
 MOST_POWER = 120.0  # of two: a number divided by a larger power is practically zero
+MOST_EXPONENT = 87.0
+LOG2E, LOG2E_REST, LN2 = 1.44269502, 1.92596299e-8, 0.693147181
 CUBIC, TWICE_ROOT = 0.044715, 2 * math.sqrt(2 / math.pi)
 
 
@@ -244,9 +246,17 @@ def rotate(at):
 
 @njit(error_model="numpy")
 def sigmoid(value):
-    power = smaller(mul(value, splat(types.float32(TO_BASE_2))), splat(types.float32(MOST_POWER)))
-    one = splat(types.float32(1))
-    return divide(one, add(one, exp2(power)))
+    """Return 1 / (1 + exp(-x)), within a few units in the last place."""
+    one, minus = (
+        splat(types.float32(1)),
+        smaller(sub(splat(types.float32(0)), value), splat(types.float32(MOST_EXPONENT))),
+    )
+    minus = larger(splat(types.float32(-MOST_EXPONENT)), minus)  # in this order NaN stays
+    power = mul(minus, splat(types.float32(LOG2E)))
+    rest = fma(minus, splat(types.float32(LOG2E)), sub(splat(types.float32(0)), power))  # the rounding of that product
+    rest = fma(minus, splat(types.float32(LOG2E_REST)), rest)
+    grown = exp2(power)
+    return divide(one, add(one, fma(grown, mul(rest, splat(types.float32(LN2))), grown)))
 
 
 @njit(error_model="numpy")
@@ -376,7 +386,8 @@ def steps(at):
         for row in range(item * share, min((item + 1) * share, get_i64(at + S_ROWS))):
             source = get_i64(at + S_STEPS) + row * get_i64(at + S_STEPS_ROW)
             for past in range(0, heads * 4, 4):
-                size = min(max(softplus(get_f32(source + past) + get_f32(get_i64(at + S_BIAS) + past)), least), most)
+                size = softplus(get_f32(source + past) + get_f32(get_i64(at + S_BIAS) + past))
+                size = least if size < least else most if size > most else size  # NaN stays
                 put_f32(get_i64(at + S_SIZES) + row * heads * 4 + past, size)
                 decay = get_f32(get_i64(at + S_DECAY) + past) * size
                 put_f32(get_i64(at + S_DECAYS) + row * heads * 4 + past, decay)
