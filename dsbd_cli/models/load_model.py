@@ -321,7 +321,8 @@ class _DecoderLoad:
 
     def _checked(self, model: DecoderForestModel, kernels: frozenset[str]) -> dict[str, Any] | str:
         """Pack a model's weights and check it. Return the results, or the reason why the model cannot serve."""
-        if self._description.plain and self._checkpoint.stored_form is not None:
+        mixture = self._description.decoder_config.mixture is not None
+        if self._description.plain and (mixture or self._checkpoint.stored_form is not None):
             return self._checked_by_part(model)
         spec, tested, outliers = self._checkpoint.spec, None, None
         packed_first = self._network is None and not spec.quantizes
@@ -350,28 +351,33 @@ class _DecoderLoad:
         return {"varies": verdict.varies, "copies": verdict.copies, "outliers": outliers, "tested": errors}
 
     def _checked_by_part(self, model: DecoderForestModel) -> dict[str, Any] | str:
-        """Do what `_checked` does with a model of a quantised file.
+        """Do what `_checked` does with a model of a quantised file, or with a mixture of experts.
 
         Plain weights of all layers would fill the memory, and reading them takes transformers a minute. So the first
-        layers, over the first tokens, are compared and tested with plain weights.
+        layers, over the first tokens, are compared and tested with plain weights. Those of mixtures are in float32,
+        because in half precision two readings choose other experts where scores are near each other.
         """
         spec, whole = self._checkpoint.spec, self._description.decoder_config
-        layers = whole.layers if self._whole else layers_of_each_kind(whole, LAYERS_CHECKED)
+        least = LAYERS_CHECKED if whole.mixture is None else 1  # a layer of a mixture is large
+        layers = whole.layers if self._whole else layers_of_each_kind(whole, least)
         vocabulary = whole.vocabulary if self._whole else min(TOKENS_CHECKED, whole.vocabulary)
         from dsbd_cli.models.checks.selftest import self_test
 
         end_touching()  # a part would take what the whole needs
         parts, form = self._parts(), self._checkpoint.stored_form
         check_numbers(_plain_tensors(parts.tensors), self._checkpoint.name)
-        part = build_decoder(first_part(parts, layers, vocabulary), self._stock, frozenset())
+        few = first_part(parts, layers, vocabulary)
+        if whole.mixture is not None:
+            few = replace(few, dtype=torch.float32)
+        part = build_decoder(few, self._stock, frozenset())
         pack(part, replace(spec, quantize="none"), None)
         theirs = _stock_part(self._checkpoint, part.weights_dtype, layers, vocabulary)
         with unsupported(model.architecture):
             reason = differs(part, theirs)
         if reason is not None:
             return reason
-        if spec.quantize is None:  # what was packed otherwise has been compared with plain weights
-            stored = build_decoder(first_part(parts, layers, vocabulary), self._stock, frozenset())
+        if spec.quantize is None and form is not None:  # what was packed otherwise has been compared as it is
+            stored = build_decoder(few, self._stock, frozenset())
             pack(stored, spec, None, form)
             if (reason := differs(stored, theirs, AS_STORED)) is not None:
                 return f"as the file has its weights {reason}"
