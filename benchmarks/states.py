@@ -3,6 +3,7 @@
     python -m benchmarks.states --threads 1
     python -m benchmarks.states --only cost --repeats 3
     python -m benchmarks.states --only speed --rounds 1    # 110 s of one processor, 5.3 GiB
+    python -m benchmarks.states --only decoder --rounds 7    # 100 s
     python -m benchmarks.states --shapes mamba2-tiny --nodes 4,12 --repeats 2 --tokens 4 --rounds 1    # a trial
 
 Random weights; time depends on shapes alone. `cost`: `share` is the time of convolution, read, solve and fold (a
@@ -13,6 +14,8 @@ forward.
 of each full shape, so that three copies fit. The draft is the target's first quarter: the target's other layers add
 little, and steps per call say how often the two agree. So this is what a draft of that agreement and of a quarter of
 the cost is worth, not what one for a trained model is.
+
+`decoder`: our own decoder and transformers' modules take turns on the same checkpoint, in int8 and without a draft.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -31,9 +35,11 @@ import transformers
 
 from benchmarks.common import markdown_table, publish
 from benchmarks.speed import Outcome, Runner, measure, summarise
-from dsbd_cli import Engine, MethodConfig, Request, SamplingConfig
+from dsbd_cli import Engine, MethodConfig, ModelSpec, Request, SamplingConfig
 from dsbd_cli.engine.protocols import ForestInput
+from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
 from dsbd_cli.models.checks.invariance import check
+from dsbd_cli.models.load_model import load_model
 from dsbd_cli.models.recurrent import mixers
 from dsbd_cli.models.transformers_backend.causal import CausalForestModel
 from dsbd_cli.models.transformers_backend.patching import PackedLinear, pack
@@ -255,6 +261,50 @@ def speeds(name: str, layers: int, depth: int, count: int, tokens: int, rounds: 
     return outcomes
 
 
+def decoders(name: str, layers: int, count: int, tokens: int, rounds: int) -> dict[str, list[Outcome]]:
+    """Rounds of both ways to run a checkpoint: by our own decoder, and by transformers' modules."""
+    from dsbd_cli.models.load_transformers import load_transformers
+    from tests.helpers.checkpoints import numbers
+    from tests.helpers.toys import NumberCodec
+
+    with TemporaryDirectory() as folder:
+        build(name, layers).to(torch.bfloat16).save_pretrained(folder)
+        numbers().save_pretrained(folder)
+        checkpoint = Checkpoint.open(ModelSpec(folder, dtype="float32", device="cpu", quantize="int8"))
+        models = {"decoder": load_model(checkpoint).model, "transformers' modules": load_transformers(checkpoint).model}
+    prompts = torch.randint(
+        3, models["decoder"].vocab_size, (count, PROMPT), generator=torch.Generator().manual_seed(1)
+    )
+
+    def runner(model: Any) -> Runner:
+        method = MethodConfig.of({"rule": "search", "num_beams": WIDTH, "depth": 0})
+        engine = Engine(model, None, NumberCodec(model.vocab_size), method, batch_size=1)
+        requests = [
+            Request(id=str(row), prompt_ids=tuple(ids.tolist()), sampling=SamplingConfig(max_new_tokens=tokens))
+            for row, ids in enumerate(prompts)
+        ]
+
+        def run() -> Outcome:
+            start = time.perf_counter()
+            made = sum(len(result.hypotheses[0].token_ids) for result in engine.run(requests))
+            return Outcome(time.perf_counter() - start, made)
+
+        return run
+
+    runners = {way: runner(model) for way, model in models.items()}
+    for run in runners.values():
+        run()  # programs are built
+    return measure(runners, rounds, name)
+
+
+def decoder_line(name: str, outcomes: dict[str, list[Outcome]]) -> dict[str, Any]:
+    """Medians of `decoders`, and the median of the ratios within a round."""
+    speed = {way: [outcome.tokens / outcome.seconds for outcome in rounds] for way, rounds in outcomes.items()}
+    ours, theirs = speed.values()
+    ratio = statistics.median(own / other for own, other in zip(ours, theirs, strict=True))
+    return {"shape": name, **{way: statistics.median(rates) for way, rates in speed.items()}, "ratio": ratio}
+
+
 def cost_table(runs: Sequence[dict[str, Any]]) -> str:
     """Of `costs`."""
     return markdown_table(
@@ -310,6 +360,17 @@ def main() -> None:
             f"W = {WIDTH}, one request at a time, {options.tokens} tokens each."
         )
         parts.append(f"## Speed: {name}\n\n{about}\n\n{markdown_table(rows)}")
+    if "decoder" in only:
+        lines = [
+            decoder_line(name, decoders(name, options.layers, options.requests, options.tokens, options.rounds))
+            for name in shapes
+        ]
+        runs += lines
+        shown = [
+            {key: value if isinstance(value, str) else f"{value:.2f}" for key, value in line.items()} for line in lines
+        ]
+        about = f"Tokens/s, int8, {options.layers} layers of the full shape, W = {WIDTH}, one request at a time."
+        parts.append(f"## Our own decoder beside transformers' modules\n\n{about}\n\n{markdown_table(shown)}")
     publish(options.name, runs, "Recurrent layers over a forest", "", *parts)
 
 

@@ -165,7 +165,8 @@ def first_part(parts: DecoderParts, layers: int, vocabulary: int) -> DecoderPart
     config, tensors = parts.config, dict(parts.tensors)
     layers, vocabulary = min(layers, config.layers), min(vocabulary, config.vocabulary)
     rows = torch.arange(vocabulary)
-    for name in ("model.embed_tokens.weight", "embed_tokens.weight", "lm_head.weight"):
+    table = config.name_of("embed_tokens.weight")
+    for name in (f"model.{table}", table, f"backbone.{table}", "lm_head.weight"):
         if name in tensors:
             tensors[name] = partial(_first_rows, tensors[name], rows)
     few = replace(config.with_layers(range(layers)), vocabulary=vocabulary)
