@@ -165,7 +165,7 @@ def first_part(parts: DecoderParts, layers: int, vocabulary: int) -> DecoderPart
     config, tensors = parts.config, dict(parts.tensors)
     layers, vocabulary = min(layers, config.layers), min(vocabulary, config.vocabulary)
     rows = torch.arange(vocabulary)
-    table = config.name_of("embed_tokens.weight")
+    table = f"{config.names.get('table', 'embed_tokens')}.weight"
     for name in (f"model.{table}", table, f"backbone.{table}", "lm_head.weight"):
         if name in tensors:
             tensors[name] = partial(_first_rows, tensors[name], rows)
