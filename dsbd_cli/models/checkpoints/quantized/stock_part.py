@@ -21,6 +21,8 @@ from dsbd_cli.models.checkpoints.stock import attention_of, check_report
 from dsbd_cli.models.checkpoints.text_part import of_text, other_parts
 from dsbd_cli.ops.quantized_weight import QuantizedWeight
 
+# lists in configs that do not have an item for each layer
+OF_NO_LAYER = ("time_step_limit", "mlp_multipliers", "ssm_multipliers", "attn_layer_indices", "mlp_only_layers")
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 _VOCABULARY = re.compile(r"(?:^|\.)(?:embed_tokens|embeddings|embed_in|wte|lm_head|embed_out)\.(?:weight|bias)$")
 
@@ -93,7 +95,7 @@ def part_config(config: Any, layers: int, vocabulary: int) -> Any:
     text = part.get_text_config(decoder=True)
     whole = text.num_hidden_layers
     for field, value in list(vars(text).items()):
-        if isinstance(value, list | tuple) and len(value) == whole:
+        if isinstance(value, list | tuple) and len(value) == whole and field not in OF_NO_LAYER:
             setattr(text, field, value[:layers])
     text.num_hidden_layers, text.vocab_size = min(layers, whole), min(vocabulary, text.vocab_size)
     if isinstance(text.pad_token_id, int) and text.pad_token_id >= text.vocab_size:
