@@ -181,7 +181,7 @@ def _deepseek_mixture(config: Any, experts: int, layers: Sequence[object] | None
         group_size=min(2, experts // groups),
         normalised=bool(config.norm_topk_prob),
         scale=float(config.routed_scaling_factor),
-        **{"shared": inner * (config.n_shared_experts or 0), **more},
+        **{"shared": inner * (getattr(config, "n_shared_experts", 0) or 0), **more},
     )
 
 
