@@ -35,7 +35,26 @@ def write_model(
     others: kind and scale of matrices that have another kind, by the last part of their names. more: writes more
     metadata and tensors.
     """
-    config, writer = model.config, GGUFWriter(path, architecture)
+    config, writer = model.config, begin(path, model.config, architecture)
+    more(writer)
+    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config.to_dict())
+    state = model.state_dict()
+    for seed, (name, theirs) in enumerate(get_gguf_hf_weights_map(model, processor).items()):
+        if name == "output.weight" and config.tie_word_embeddings:
+            continue
+        values = state[theirs].float()
+        if kind is not None and values.dim() == 2:
+            own, size = (others or {}).get(name.removesuffix(".weight").rpartition(".")[2], (kind, scale))
+            blocks = random_blocks(own, *values.shape, seed, size)
+            writer.add_tensor(name, blocks, raw_dtype=GGMLQuantizationType[own])
+        else:
+            writer.add_tensor(name, _changed(name, values, config, architecture).numpy().astype(np.float32))
+    finish(writer)
+
+
+def begin(path: Path, config: Any, architecture: str) -> GGUFWriter:
+    """Begin a file with a model's metadata and a tokenizer of one byte a token."""
+    writer = GGUFWriter(path, architecture)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -60,19 +79,11 @@ def write_model(
     writer.add_token_merges(["! !"])
     writer.add_eos_token_id(len(tokens) - 1)
     writer.add_pad_token_id(len(tokens) - 2)
-    more(writer)
-    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config.to_dict())
-    state = model.state_dict()
-    for seed, (name, theirs) in enumerate(get_gguf_hf_weights_map(model, processor).items()):
-        if name == "output.weight" and config.tie_word_embeddings:
-            continue
-        values = state[theirs].float()
-        if kind is not None and values.dim() == 2:
-            own, size = (others or {}).get(name.removesuffix(".weight").rpartition(".")[2], (kind, scale))
-            blocks = random_blocks(own, *values.shape, seed, size)
-            writer.add_tensor(name, blocks, raw_dtype=GGMLQuantizationType[own])
-        else:
-            writer.add_tensor(name, _changed(name, values, config, architecture).numpy().astype(np.float32))
+    return writer
+
+
+def finish(writer: GGUFWriter) -> None:
+    """Write a file that has all its tensors."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

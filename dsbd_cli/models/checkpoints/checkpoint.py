@@ -241,8 +241,10 @@ class Checkpoint:
         config.architectures = [named] if isinstance(named, str) else named
         if self.gguf is not None:
             from dsbd_cli.models.checkpoints.gguf.attention import scale_attention
+            from dsbd_cli.models.checkpoints.gguf.experts import set_experts
             from dsbd_cli.models.checkpoints.gguf.rotary import scale_rotary
 
+            set_experts(config, self.gguf)
             scale_attention(config, self.gguf)
             scale_rotary(config, self.gguf)
         linearised.mark(self.path, config)

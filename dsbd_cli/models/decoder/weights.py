@@ -349,6 +349,10 @@ class WeightReader:
             pairs = [(f"{name}{side}", inner) for name in names for side in (gate, up)]
             gate_up = self._joined(pairs, hidden, bias=False)
             outputs = self._joined([(f"{name}{down}", hidden) for name in names], inner, bias=False)
+        elif self._full_name(f"{at}{mixture.experts_name}.gate_proj.weight") is not None:  # GGUF
+            first, second = (self._of_all(at, mixture, f"{part}_proj", inner, hidden) for part in ("gate", "up"))
+            gate_up = PlainLinear(_in_turn(first.weights, second.weights), _in_turn(first.biases, second.biases))
+            outputs = self._of_all(at, mixture, "down_proj", hidden, inner)
         else:
             gate_up = self._stacked(at, mixture, "gate_up_proj", "input_linear.weight", 2 * inner, hidden)
             outputs = self._stacked(at, mixture, "down_proj", "output_linear.weight", hidden, inner)
@@ -370,13 +374,11 @@ class WeightReader:
         granite = f"{at}{mixture.experts_name.rpartition('.')[0]}.{granite_part}"
         if f"model.{granite}" in self.tensors:
             name = granite
-        whole, weights = self.tensor(name), list[Any]()
-        if isinstance(whole, QuantizedWeight):
-            _check(name, whole, (count * outputs, inputs))
-            weights = whole.split([outputs] * count)
-        else:
-            _check(name, whole, (count, inputs, outputs) if mixture.transposed else (count, outputs, inputs))
-            weights = [weight.t() if mixture.transposed else weight for weight in whole]
+        whole = self.tensor(name)
+        if mixture.transposed and isinstance(whole, Tensor):
+            _check(name, whole, (count, inputs, outputs))
+            whole = whole.transpose(1, 2)
+        weights: list[Any] = [*_split(name, whole, count, outputs, inputs)]
         biases: list[Any] = [*self.tensor(f"{name}_bias", count, outputs)] if mixture.biased else [None] * count
         if mixture.transposed and part == "gate_up_proj":
             order = torch.arange(outputs).view(-1, 2).t().flatten()  # gates, then values
@@ -384,6 +386,14 @@ class WeightReader:
                 weight.take(order) if isinstance(weight, QuantizedWeight) else weight[order] for weight in weights
             ]
             biases = [bias[order] for bias in biases]
+        return PlainLinear(weights, biases)
+
+    def _of_all(self, at: str, mixture: MixtureConfig, part: str, outputs: int, inputs: int) -> PlainLinear:
+        """Return one of the products of all experts, whose weights one tensor holds, [E, o, i], and another the biases,
+        [E, o]."""
+        count, name = mixture.experts, f"{at}{mixture.experts_name}.{part}"
+        weights = _split(f"{name}.weight", self.tensor(f"{name}.weight"), count, outputs, inputs)
+        biases: list[Any] = [*self.tensor(f"{name}.bias", count, outputs)] if mixture.biased else [None] * count
         return PlainLinear(weights, biases)
 
     def _mixer(self, at: str) -> Mixer:
@@ -488,6 +498,20 @@ class WeightReader:
 def _rows(weight: Any, numbers: Tensor) -> Any:
     """Return rows of a weight, which may be quantised."""
     return weight.take(numbers) if isinstance(weight, QuantizedWeight) else weight[numbers]
+
+
+def _split(name: str, whole: Weight, experts: int, outputs: int, inputs: int) -> Sequence[Weight]:
+    """Return the weights [o, i] of each expert. whole: [E, o, i], or quantised [E o, i]. name: of it, for messages."""
+    if isinstance(whole, QuantizedWeight):
+        _check(name, whole, (experts * outputs, inputs))
+        return whole.split([outputs] * experts)
+    _check(name, whole, (experts, outputs, inputs))
+    return [*whole]
+
+
+def _in_turn(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
+    """Return items of two lists of one length in turn."""
+    return [item for pair in zip(first, second, strict=True) for item in pair]
 
 
 def _by_part(groups: int, sizes: tuple[int, ...]) -> Tensor:

@@ -93,9 +93,9 @@ class GgufFile:
     def read(self, name: str) -> Tensor | QuantizedWeight:
         """Return a tensor by its name in GGUF.
 
-        Matrices in blocks are GgufWeights, whose scales are not checked yet. Matrices of plain numbers are mapped in
-        their own dtype, those of float64 are float32. Vectors are float32. Raises ModelError for a vector with NaN or
-        infinity.
+        Matrices in blocks are GgufWeights, whose scales are not checked yet. Those of several experts are one
+        [E o, i]. Matrices of plain numbers are mapped in their own dtype, those of float64 are float32. Vectors are
+        float32. Raises ModelError for a vector with NaN or infinity.
         """
         import torch
 
@@ -109,7 +109,7 @@ class GgufFile:
                 values = values.to(torch.float32)
         else:
             weight = GgufWeight(tensor.name, data.view(prod(tensor.shape[:-1]), -1), tensor.kind, origin)
-            if len(tensor.shape) == 2:
+            if len(tensor.shape) > 1:
                 return weight
             weight.check()
             values = weight.dequantize().view(tensor.shape)
@@ -148,7 +148,7 @@ class GgufFile:
         sizes = [
             prod(tensor.shape) * (5 if tensor.kind in FOUR_BITS else 9) // 8
             for tensor in self.tensors.values()
-            if len(tensor.shape) == 2 and tensor.kind not in PLAIN and tensor.name not in table
+            if len(tensor.shape) > 1 and tensor.kind not in PLAIN and tensor.name not in table
         ]
         return sum(sizes)
 

@@ -43,7 +43,7 @@ def read_by_transformers(
 
     shown = _Shown(file, [*_part(file, layers, vocabulary)])
     with _lock, ExitStack() as stack:
-        for owner, name, value in (
+        replacements: list[tuple[Any, str, Any]] = [
             (gguf, "GGUFReader", shown.reader),
             (legacy, "_gguf_parse_value", _parsed),
             (reader.GgufHeader, "from_file", staticmethod(shown.header)),
@@ -51,7 +51,9 @@ def read_by_transformers(
             (seam, "read_gguf_metadata", shown.metadata),
             (reader, "read_gguf_metadata", shown.metadata),
             (quantizer, "read_gguf_metadata", shown.metadata),
-        ):
+            (legacy, "TENSOR_PROCESSORS", legacy.TENSOR_PROCESSORS | {"gpt-oss": _GptOss}),
+        ]
+        for owner, name, value in replacements:
             stack.enter_context(_replaced(owner, name, value))
         yield
 
@@ -142,6 +144,51 @@ class _Shown:
             )
             for tensor in self.tensors
         }
+
+
+class _GptOss:
+    """Processor of the tensors of gpt-oss, in the place of transformers' own, which looks for names that no file has.
+
+    In transformers the experts' weights are [E, i, o], and gates and values of the first product alternate.
+    """
+
+    def __init__(self, config: object = None) -> None:
+        pass
+
+    def preprocess_name(self, name: str) -> str:
+        """Return transformers' name of a tensor as it is looked up."""
+        return name
+
+    def perform_fallback_tensor_mapping(self, names: dict[str, str], suffix: str, before: str, name: str) -> None:
+        """Add a tensor's name to those by names in GGUF, where it is one of experts' biases or of gates and values."""
+        layer, _, part = name.removeprefix("model.layers.").partition(".mlp.experts.")
+        kind = "bias" if part.endswith("_bias") else "weight"
+        for side in {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}.get(part.removesuffix("_bias"), ()):
+            names[f"blk.{layer}.ffn_{side}_exps.{kind}"] = f"{before}{name}"
+
+    def process(
+        self,
+        weights: Any,
+        name: str,
+        tensor_key_mapping: dict[str, str],
+        parsed_parameters: dict[str, Any],
+        **more: Any,
+    ) -> Any:
+        """Return the numbers of a tensor and the name by which transformers' name is looked up."""
+        import numpy as np
+        import torch
+
+        stem, _, kind = name.rpartition(".")
+        if not stem.endswith("_exps"):
+            return SimpleNamespace(weights=weights, name=stem if stem.endswith("attn_sinks") else name)
+        whole = weights.swapaxes(1, 2) if kind == "weight" else weights
+        if stem.endswith("ffn_down_exps"):
+            return SimpleNamespace(weights=whole, name=stem if kind == "weight" else name)
+        tensors, theirs = parsed_parameters["tensors"], tensor_key_mapping[name]
+        if theirs not in tensors:
+            tensors[theirs] = torch.zeros(*whole.shape[:-1], 2 * whole.shape[-1])
+        tensors[theirs][..., int(stem.endswith("ffn_up_exps")) :: 2] = torch.from_numpy(np.ascontiguousarray(whole))
+        return SimpleNamespace(weights=None, name=None)
 
 
 def _field(types: tuple[int, ...], value: Any) -> Any:
