@@ -83,15 +83,16 @@ class PlainLinear:
 
     def compute_routed(self, x: Tensor, routes: Routes) -> Tensor:
         """Return the products of rows x [r, i], each with the weights of its expert: [r, o / experts]."""
+        shape = len(x), sum(self.parts) // self.experts
 
         def compute() -> Tensor:
-            out = x.new_empty(len(x), sum(self.parts) // self.experts)
+            out = x.new_empty(shape)
             number, entries = len(self.parts) // self.experts, routes.table[1:].view(-1, 3)
             for expert, begin, end in entries[: int(routes.table[0])].tolist():
                 out[begin:end] = self._computed(x[begin:end], slice(expert * number, (expert + 1) * number))
             return out
 
-        return recording.compute(compute)
+        return recording.postpone(shape, x.dtype, compute)  # while a program is built, the table has no entries yet
 
     def _computed(self, x: Tensor, some: slice = slice(None)) -> Tensor:
         parts = [
