@@ -345,7 +345,7 @@ class WeightReader:
             correction = self.tensor(f"{at}{mixture.correction_name}").float().flatten().contiguous()
             _check(f"{at}{mixture.correction_name}", correction, (count,))
         names = [f"{at}{mixture.experts_name}.{number}." for number in range(count)]
-        if mixture.parts and f"model.{names[0]}{mixture.parts[0]}.weight" in self.tensors:
+        if mixture.parts and self._full_name(f"{names[0]}{mixture.parts[0]}.weight") is not None:
             gate, up, down = mixture.parts
             pairs = [(f"{name}{side}", inner) for name in names for side in (gate, up)]
             gate_up = self._joined(pairs, hidden, bias=False)
@@ -369,7 +369,7 @@ class WeightReader:
         """Return the products of all experts whose weights one tensor holds: [E, o, i], or for gpt-oss [E, i, o]."""
         count, name = mixture.experts, f"{at}{mixture.experts_name}.{part}"
         granite = f"{at}{mixture.experts_name.rpartition('.')[0]}.{granite_part}"
-        if f"model.{granite}" in self.tensors:
+        if self._full_name(granite) is not None:
             name = granite
         whole, weights = self.tensor(name), list[Any]()
         if isinstance(whole, QuantizedWeight):
