@@ -202,8 +202,8 @@ def compute(function: Callable[[], Results]) -> Results:
 
 
 def postpone(shape: tuple[int, ...], dtype: torch.dtype, function: Callable[[], Tensor]) -> Tensor:
-    """Call a function that changes states, and return its result, which has this shape and dtype. While a program is
-    built it is not called."""
+    """Call a function that changes states, or needs the contents of its inputs, and return its result, which has this
+    shape and dtype. While a program is built it is not called."""
     program = _thread.program
     return function() if program is None else program.postpone(shape, dtype, function)
 

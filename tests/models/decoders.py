@@ -141,7 +141,7 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite moe": ("GraniteMoeConfig", {**WIDE_EXPERTS, "residual_multiplier": 0.5, "logits_scaling": 2.0}),
     "granite moe shared": ("GraniteMoeSharedConfig", {**WIDE_EXPERTS, "shared_intermediate_size": 96}),
     "glm4 moe": ("Glm4MoeConfig", {**EXPERTS, **GROUPS, "use_qk_norm": True, "attention_bias": True}),
-    "solar open": ("SolarOpenConfig", {**EXPERTS, **GROUPS}),
+    "solar open": ("SolarOpenConfig", {**EXPERTS, **GROUPS, "attention_bias": True}),
     "dots1": ("Dots1Config", {**EXPERTS, **GROUPS}),
     "exaone moe": (
         "ExaoneMoeConfig",
@@ -163,7 +163,8 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
             **WIDE_EXPERTS,
             "sliding_window": 4,
             "layer_types": KINDS,
-            "layer_rope_theta": [1e4, 0, 1e4],
+            "layer_rope_theta": [1e4, 0, 1e5],
+            "rope_parameters": LLAMA3,
             "shared_intermediate_size": 96,
         },
     ),

@@ -10,13 +10,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -123,6 +124,31 @@ def test_every_family_is_transformers(name: str, loaded: Loads) -> None:
     assert forest.max_positions == (None if name == "mamba2" else 512)
     assert forest.switch_position == (256 if name == "phi3 longrope" else None)
     assert ("norm" in forest.ops.by("numba")) == (serves("norm") and name != NARROW_HEADS)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_every_config_is_the_same_after_json(name: str) -> None:
+    """As later loads read it."""
+    kind, settings = DECODERS[name]
+    config = decoder_config_of(getattr(transformers, kind)(**settings))
+    assert isinstance(config, DecoderConfig)
+    assert DecoderConfig.from_json(json.loads(json.dumps(asdict(config)))) == config
+
+
+@pytest.mark.parametrize("name", ["qwen3 moe", "granite moe"])
+def test_a_mixture_without_a_prefix(name: str, tmp_path: Path) -> None:
+    theirs = build_decoder(name)
+    file = save_decoder(tmp_path, theirs) / "model.safetensors"
+    save_file({key.removeprefix("model."): tensor for key, tensor in load_file(file).items()}, file, {"format": "pt"})
+    ids = tokens(1, 20)
+    with torch.inference_mode():
+        assert apart(decoder_of(tmp_path).plain(ids), theirs(input_ids=ids, use_cache=False).logits) <= 2e-6
+
+
+def test_a_mixture_whose_groups_have_too_few_experts_runs_through_transformers() -> None:
+    kind, settings = DECODERS["glm4 moe"]
+    config = decoder_config_of(getattr(transformers, kind)(**{**settings, "topk_group": 1}))
+    assert config == "its config says topk_group = 1, which has fewer experts than a token"
 
 
 @pytest.mark.parametrize("name", [name for name in DECODERS if name not in FLOAT_ANGLES])

@@ -4,6 +4,7 @@ each differs."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -198,10 +199,11 @@ def granite_swa(config: Any) -> dict[str, Any]:
     positions, which is 0 where it does not rotate."""
     bases = sorted(set(config.layer_rope_theta))
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    rotaries = [
-        rotary_of(config, {**config.rope_parameters, "rope_theta": base}, dim, None) if base else Rotary(None)
-        for base in bases
-    ]
+    rotaries = []
+    for base in bases:
+        of_base = copy(config)
+        of_base.rope_parameters = {**config.rope_parameters, "rope_theta": base}
+        rotaries.append(rotary_of(of_base, of_base.rope_parameters, dim, None) if base else Rotary(None))
     return {
         **granite(config),
         "sinks": True,

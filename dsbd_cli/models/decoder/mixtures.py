@@ -168,6 +168,8 @@ def _deepseek_mixture(config: Any, experts: int, layers: Sequence[object] | None
         layers = [number >= config.first_k_dense_replace for number in range(config.num_hidden_layers)]
     if groups < 1 or experts % groups:
         raise UnfitError(f"its config says n_group = {groups}, with {experts} experts")
+    if config.num_experts_per_tok > experts // groups * config.topk_group:
+        raise UnfitError(f"its config says topk_group = {config.topk_group}, which has fewer experts than a token")
     return mixture_of_experts(
         config,
         experts,
@@ -196,7 +198,11 @@ def _glm4_moe(config: Any) -> dict[str, Any]:
 
 def _solar_open(config: Any) -> dict[str, Any]:
     layers = [True] * config.num_hidden_layers
-    return {"windows": no_windows(config), **_deepseek_mixture(config, config.num_local_experts, layers)}
+    return {
+        "qkv_bias": bool(config.attention_bias),
+        "windows": no_windows(config),
+        **_deepseek_mixture(config, config.num_local_experts, layers),
+    }
 
 
 def _dots1(config: Any) -> dict[str, Any]:
@@ -261,7 +267,7 @@ def _hy_v3(config: Any) -> dict[str, Any]:
         corrected=True,
         wide_router=True,
         scale=float(config.router_scaling_factor),
-        shared=inner * config.num_shared_experts,
+        shared=inner * config.num_shared_experts or config.intermediate_size,
         router_name="mlp.router.gate",
         correction_name="mlp.expert_bias",
         shared_name="mlp.shared_mlp",

@@ -89,7 +89,8 @@ def pack_as_stored(decoder: Decoder, calibrate: Callable[[], object], least: int
     zeros, which nothing reads.
     """
     turns = [(full, owner, name, _PackedInTurn(getattr(owner, name), decoder.weights.dtype, full))
-             for full, owner, name in decoder.plain_products() if _is_stored(getattr(owner, name), least)]  # fmt: skip
+             for full, owner, name in decoder.plain_products()
+             if name not in PLAIN and _is_stored(getattr(owner, name), least)]  # fmt: skip
     for _, owner, name, turn in turns:
         setattr(owner, name, turn)
     calibrate()

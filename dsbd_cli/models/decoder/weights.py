@@ -83,15 +83,16 @@ class PlainLinear:
 
     def compute_routed(self, x: Tensor, routes: Routes) -> Tensor:
         """Return the products of rows x [r, i], each with the weights of its expert: [r, o / experts]."""
+        shape = len(x), sum(self.parts) // self.experts
 
         def compute() -> Tensor:
-            out = x.new_empty(len(x), sum(self.parts) // self.experts)
+            out = x.new_empty(shape)
             number, entries = len(self.parts) // self.experts, routes.table[1:].view(-1, 3)
             for expert, begin, end in entries[: int(routes.table[0])].tolist():
                 out[begin:end] = self._computed(x[begin:end], slice(expert * number, (expert + 1) * number))
             return out
 
-        return recording.compute(compute)
+        return recording.postpone(shape, x.dtype, compute)  # while a program is built, the table has no entries yet
 
     def _computed(self, x: Tensor, some: slice = slice(None)) -> Tensor:
         parts = [
@@ -344,7 +345,7 @@ class WeightReader:
             correction = self.tensor(f"{at}{mixture.correction_name}").float().flatten().contiguous()
             _check(f"{at}{mixture.correction_name}", correction, (count,))
         names = [f"{at}{mixture.experts_name}.{number}." for number in range(count)]
-        if mixture.parts and f"model.{names[0]}{mixture.parts[0]}.weight" in self.tensors:
+        if mixture.parts and self._full_name(f"{names[0]}{mixture.parts[0]}.weight") is not None:
             gate, up, down = mixture.parts
             pairs = [(f"{name}{side}", inner) for name in names for side in (gate, up)]
             gate_up = self._joined(pairs, hidden, bias=False)
@@ -372,7 +373,7 @@ class WeightReader:
         """Return the products of all experts whose weights one tensor holds: [E, o, i], or for gpt-oss [E, i, o]."""
         count, name = mixture.experts, f"{at}{mixture.experts_name}.{part}"
         granite = f"{at}{mixture.experts_name.rpartition('.')[0]}.{granite_part}"
-        if f"model.{granite}" in self.tensors:
+        if self._full_name(granite) is not None:
             name = granite
         whole = self.tensor(name)
         if mixture.transposed and isinstance(whole, Tensor):

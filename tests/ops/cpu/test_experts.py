@@ -13,10 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsbd_cli.models.decoder.weights import PlainLinear
 from dsbd_cli.ops import reference, select
+from dsbd_cli.ops.cpu.program import loop
+from dsbd_cli.ops.recording import Arena
 from dsbd_cli.ops.reference import Router, Routes
-from tests.helpers.kernels import normal
+from tests.helpers.kernels import normal, serves
 
+KERNELS = pytest.mark.skipif(not serves("norm"), reason="kernels of numba do not run here")
 EXPERTS = 16
 ROUTERS = {
     "softmax": Router(4),
@@ -140,3 +144,17 @@ def test_rows_are_multiplied_by_the_weights_of_their_experts(form: str, dtype: t
         assert ours.shape == (tokens * 4, 64)
         for expert, begin, end in entries(routes):
             assert torch.equal(ours[begin:end], every[begin:end, expert * 64 : (expert + 1) * 64])
+
+
+@KERNELS
+def test_plain_experts_wait_for_their_rows_in_a_program() -> None:
+    """While a program is built, no expert has rows: its memory holds anything."""
+    weights = [normal(torch.float32, 64, 32, seed=number) for number in range(4)]
+    product = PlainLinear(weights, [None] * 4, experts=4)
+    routes = reference.route(Router(2), normal(torch.float32, 5, 4, seed=9))
+    x = normal(torch.float32, 10, 32, seed=8)
+    later = Routes(torch.full_like(routes.table, -1), routes.rows, routes.weights)
+    program, ours = Arena().record(loop, lambda: product.compute_routed(x, later))
+    later.table.copy_(routes.table)
+    program.run()
+    assert torch.equal(ours, product.compute_routed(x, routes))

@@ -188,7 +188,7 @@ def words_of(levels: Tensor) -> Tensor:
 
 def _unpacked(words: Tensor, bits: int, count: int) -> Tensor:
     """Return the first fields [n, count] uint8 of words [n, w] int32, from the lowest bit on."""
-    packed = words.contiguous().view(torch.uint8)
+    packed = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)  # also a single column is copied
     if bits == 8:
         return packed[:, :count]
     if bits == 4:
