@@ -56,6 +56,7 @@ from dsbd_cli.ops.memory import return_freed
 from dsbd_cli.ops.select import GPU_LAYERS, ops_for, quantize_missing
 
 LAYERS_CHECKED = 4  # layers of each kind that are checked: the others are the same operations
+MIXTURES_CHECKED = 1  # of mixtures, whose layers are large: one of Qwen3-30B-A3B takes 2.5 GB in float32
 TOKENS_CHECKED = 4096  # of a quantised file's vocabulary
 AS_STORED = 0.3  # of the spread of logits: how far they may be off where products read a file's levels; noise is 1.4
 LARGE_BYTES = 64 << 20  # loading smaller weights is too quick to be logged
@@ -358,7 +359,7 @@ class _DecoderLoad:
         because in half precision two readings choose other experts where scores are near each other.
         """
         spec, whole = self._checkpoint.spec, self._description.decoder_config
-        least = LAYERS_CHECKED if whole.mixture is None else 1  # a layer of a mixture is large
+        least = LAYERS_CHECKED if whole.mixture is None else MIXTURES_CHECKED
         layers = whole.layers if self._whole else layers_of_each_kind(whole, least)
         vocabulary = whole.vocabulary if self._whole else min(TOKENS_CHECKED, whole.vocabulary)
         from dsbd_cli.models.checks.selftest import self_test

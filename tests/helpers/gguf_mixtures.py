@@ -31,6 +31,7 @@ MODELS: dict[str, tuple[type, dict[str, Any]]] = {  # by llama.cpp's architectur
         GptOssConfig,
         {
             **_SIZES,
+            "head_dim": 32,
             "num_local_experts": EXPERTS,
             "intermediate_size": INNER,
             "sliding_window": 12,

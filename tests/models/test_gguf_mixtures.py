@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from dsbd_cli import Engine, ModelSpec, Request, SamplingConfig, load
+from dsbd_cli import Engine, MethodConfig, ModelSpec, Request, SamplingConfig, load
 from dsbd_cli.cli.app import run
 from dsbd_cli.errors import ModelError, UnsupportedModelError, shorten
 from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
 from dsbd_cli.models.checkpoints.gguf.experts import set_experts
 from dsbd_cli.models.checkpoints.gguf.file import GgufFile
 from dsbd_cli.models.checkpoints.loader import load_network
+from dsbd_cli.models.decoder.load import first_part
 from dsbd_cli.models.load_model import _DecoderLoad
 from dsbd_cli.ops.cpu.int4 import CompiledInt4
 from dsbd_cli.ops.cpu.int8_groups import CompiledInt8Groups
@@ -112,6 +113,37 @@ def test_dequantised_experts_are_those_of_the_file(stored: tuple[str, Path, Any]
     assert apart(logits(engine), plain) < 1e-5
 
 
+@pytest.mark.parametrize("drafted", [False, True])
+def test_beams_are_those_of_transformers(stored: tuple[str, Path, Any], drafted: bool) -> None:
+    _, path, plain = stored
+    draft = ModelSpec(str(path), role="draft", dtype="float32") if drafted else None
+    method = MethodConfig(rule="search", num_beams=3, depth=2 if drafted else 0, drafts_per_layer=6)
+    engine = load(ModelSpec(str(path), dtype="float32", quantize="none"), draft, method=method)
+    sampling = SamplingConfig(max_new_tokens=8, n_best=3)
+    for length in (6, 90):
+        ids = torch.randint(0, 250, (1, length), generator=torch.Generator().manual_seed(length))
+        with torch.inference_mode():
+            wanted = plain.generate(ids, do_sample=False, num_beams=3, num_return_sequences=3, max_new_tokens=8)
+        [result] = engine.generate([Request(prompt_ids=tuple(ids[0].tolist()), id="0", sampling=sampling)])
+        beams = [[*hypothesis.token_ids] for hypothesis in result.hypotheses]
+        assert beams == wanted[:, length:].tolist()
+        assert len(set(map(tuple, beams))) == 3
+
+
+def test_two_layers_are_compared_with_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With plain weights, and as the file has them. Four layers of a large mixture would take too much memory."""
+    path, layers = tmp_path / "model.gguf", list[int]()
+    write_mixture(path, "qwen3moe", "Q4_0", num_hidden_layers=3)
+
+    def counted(parts: Any, count: int, vocabulary: int) -> Any:
+        layers.append(count)
+        return first_part(parts, count, vocabulary)
+
+    monkeypatch.setattr("dsbd_cli.models.load_model.first_part", counted)
+    loaded(path)
+    assert set(layers) == {2}
+
+
 def test_transformers_reads_the_same_model(stored: tuple[str, Path, Any]) -> None:
     """With the settings that it does not read itself, and for gpt-oss with our names of tensors."""
     _, path, plain = stored
@@ -125,7 +157,6 @@ def test_transformers_reads_the_same_model(stored: tuple[str, Path, Any]) -> Non
         assert torch.equal(tensor, state[name]), name
     with torch.inference_mode():
         assert apart(theirs(input_ids=TOKENS, use_cache=False).logits, plain) < 1e-6
-    assert not checkpoint.config.output_router_logits
 
 
 @compiled
@@ -179,7 +210,7 @@ def test_gpt_oss_has_windows_in_turn(tmp_path: Path) -> None:
     write_mixture(path, "gpt-oss", "Q4_0", num_hidden_layers=3)
     checkpoint = Checkpoint(ModelSpec(str(path)), path)
     config = checkpoint.config
-    assert (config.sliding_window, config.head_dim, config.swiglu_limit, config.swiglu_alpha) == (12, 64, 7.0, 1.702)
+    assert (config.sliding_window, config.head_dim, config.swiglu_limit, config.swiglu_alpha) == (12, 32, 7.0, 1.702)
     assert config.layer_types == ["sliding_attention", "full_attention", "sliding_attention"]
     rope = config.rope_parameters
     assert {key: rope[key] for key in ("rope_type", "factor", "truncate", "original_max_position_embeddings")} == {

@@ -182,11 +182,11 @@ def test_a_scale_that_is_no_number_is_named(kind: str, value: float) -> None:
 
 
 def test_memory_of_packed_products_is_known_before(tmp_path: Path) -> None:
-    """From the header alone: of blocks with four bits, of others, and not of the table of an untied model."""
-    kinds = {"token_embd.weight": 14, "output.weight": 14, "blk.0.ffn_up.weight": 12, "blk.0.attn_norm.weight": 0}
+    """From the header alone: of two experts with four bits, of others, and not of the table of an untied model."""
+    kinds = {"token_embd.weight": 14, "output.weight": 14, "blk.0.ffn_up_exps.weight": 12, "blk.0.attn_norm.weight": 0}
     data, infos = b"", []
     for name, kind in kinds.items():
-        shape = (256,) if kind == 0 else (256, 64)
+        shape = (256,) if kind == 0 else (256, 32, 2) if "exps" in name else (256, 64)
         infos.append(info(name, shape, kind, len(data)))
         size = 1024 if kind == 0 else 64 * (210 if kind == 14 else 144)
         data += bytes(-(-size // 32) * 32)
