@@ -95,7 +95,6 @@ def compressed(**changes: Any) -> Any:
                 "quanto",
                 "fp8",
                 "fbgemm_fp8",
-                "mxfp4",
                 "auto-round",
             )
         ),
