@@ -22,7 +22,7 @@ from dsbd_cli.models.checkpoints.text_part import of_text, other_parts
 from dsbd_cli.ops.quantized_weight import QuantizedWeight
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
-_VOCABULARY = re.compile(r"(?:^|\.)(?:embed_tokens|embed_in|wte|lm_head|embed_out)\.(?:weight|bias)$")
+_VOCABULARY = re.compile(r"(?:^|\.)(?:embed_tokens|embeddings|embed_in|wte|lm_head|embed_out)\.(?:weight|bias)$")
 
 
 def plain_state(tensors: WeightTensors, dtype: torch.dtype, layers: int, vocabulary: int) -> dict[str, Tensor]:
