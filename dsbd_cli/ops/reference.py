@@ -270,7 +270,8 @@ def spread(x: Tensor, routes: Routes) -> Tensor:
         out = x.new_empty(routes.rows.numel(), x.shape[-1])
         return out.index_copy_(0, routes.rows.flatten(), x.repeat_interleave(routes.rows.shape[1], 0))
 
-    return recording.compute(compute)
+    shape = routes.rows.numel(), x.shape[-1]
+    return recording.postpone(shape, x.dtype, compute)  # while a program is built, routes are undefined
 
 
 def combine(outputs: Tensor, routes: Routes, shared: Tensor | None = None, gate: Tensor | None = None) -> Tensor:
@@ -285,7 +286,7 @@ def combine(outputs: Tensor, routes: Routes, shared: Tensor | None = None, gate:
             summed += shared.float() if gate is None else shared.float() * gate.float().sigmoid()
         return summed.to(outputs.dtype)
 
-    return recording.compute(compute)
+    return recording.postpone((len(routes.rows), outputs.shape[-1]), outputs.dtype, compute)
 
 
 @dataclass(slots=True)

@@ -25,7 +25,7 @@ from dsbd_cli.models.decoder.families import decoder_config_of
 from dsbd_cli.models.decoder.forward import Decoder
 from dsbd_cli.models.decoder.own_rows import OwnRows
 from dsbd_cli.models.decoder.pack import find_outliers, pack_as_stored, pack_decoder, quantize_decoder
-from dsbd_cli.models.decoder.weights import read_weights
+from dsbd_cli.models.decoder.weights import LAYER_NAMES, PREFIXES, read_weights
 from dsbd_cli.models.forest_model import calibration_tokens
 from dsbd_cli.ops.interface import Ops
 from dsbd_cli.ops.quantized_weight import QuantizedWeight
@@ -165,8 +165,8 @@ def first_part(parts: DecoderParts, layers: int, vocabulary: int) -> DecoderPart
     config, tensors = parts.config, dict(parts.tensors)
     layers, vocabulary = min(layers, config.layers), min(vocabulary, config.vocabulary)
     rows = torch.arange(vocabulary)
-    table = f"{config.names.get('table', 'embed_tokens')}.weight"
-    for name in (f"model.{table}", table, f"backbone.{table}", "lm_head.weight"):
+    table = config.names.get("table", LAYER_NAMES["table"])
+    for name in (*(f"{prefix}{table}.weight" for prefix in PREFIXES), "lm_head.weight"):
         if name in tensors:
             tensors[name] = partial(_first_rows, tensors[name], rows)
     few = replace(config.with_layers(range(layers)), vocabulary=vocabulary)
@@ -188,10 +188,11 @@ def decoder_ops(
     decoder_config: DecoderConfig, device: torch.device, dtype: torch.dtype, kernels: frozenset[str] = frozenset()
 ) -> Ops:
     """Return the operations of a decoder. kernels: names of the kernels that a GPU may run."""
-    widths = {decoder_config.hidden, decoder_config.inner, decoder_config.head_dim // 2}
+    inner = {decoder_config.inner_of(layer) for layer in range(decoder_config.layers)}  # a config may say one unused
+    widths = {decoder_config.hidden, decoder_config.head_dim // 2, *inner}
     wanted: tuple[str, ...] = DECODER
     if decoder_config.mixture is not None:
-        widths |= {decoder_config.mixture.inner, decoder_config.mixture.shared}
+        widths.add(decoder_config.mixture.inner)
         wanted = (*DECODER, *EXPERTS)
     if decoder_config.norms_over_all_heads:
         widths |= {decoder_config.heads * decoder_config.head_dim, decoder_config.kv_heads * decoder_config.head_dim}

@@ -25,10 +25,14 @@ def mixture_of_experts(
     config: Any, experts: int, inner: int, layers: Sequence[object] | None = None, **more: Any
 ) -> dict[str, Any]:
     """Return the mixture of a family. layers: per layer, whether it has the mixture; None: all have."""
-    if experts < 2 or 2 * inner % OUTPUTS_STEP or config.hidden_size % OUTPUTS_STEP:
-        raise UnfitError(
-            f"it has {experts} experts of width {inner}, and widths must be multiples of {OUTPUTS_STEP // 2}"
-        )
+    if experts < 2:
+        raise UnfitError(f"it has {experts} experts, and 2 are the least")
+    for name, width, step in (
+        ("experts", inner, OUTPUTS_STEP // 2),
+        ("hidden states", config.hidden_size, OUTPUTS_STEP),
+    ):
+        if width % step:
+            raise UnfitError(f"its {name} have the width {width}, which is no multiple of {step}")
     if not all(map(bool, layers or [True])) and getattr(config, "intermediate_size", 0) <= 0:
         raise UnfitError("its MLPs have no width")
     chosen = more.pop("chosen", None) or config.num_experts_per_tok

@@ -39,6 +39,8 @@ LAYER_NAMES = {
     "norm": "norm",
 }
 
+PREFIXES = ("model.", "", "backbone.")  # of a body's tensors in checkpoints
+
 Weight = Tensor | QuantizedWeight
 
 
@@ -237,8 +239,9 @@ class WeightReader:
     dtype: torch.dtype
 
     def tensor(self, name: str, *shape: int) -> Any:
-        """Return a tensor of the body, or a quantised weight. Checkpoints put `model.` or `backbone.` before its name,
-        or nothing. shape: of the tensor; none: any."""
+        """Return a tensor of the body, or a quantised weight. Checkpoints put one of PREFIXES before its name.
+
+        shape: of the tensor; none: any."""
         if (full := self._full_name(name)) is None:
             raise KeyError(f"model.{name}")
         tensor = self.tensors[full]()
@@ -248,7 +251,7 @@ class WeightReader:
 
     def _full_name(self, name: str) -> str | None:
         """Return a tensor's name in the checkpoint; None where it has none."""
-        return next((full for start in ("model.", "", "backbone.") if (full := f"{start}{name}") in self.tensors), None)
+        return next((full for prefix in PREFIXES if (full := f"{prefix}{name}") in self.tensors), None)
 
     def norm(self, name: str, width: int, *, of_heads: bool = False) -> Norm:
         """Return a norm, with weights in the dtype that is computed in. of_heads: of what will be rotated."""

@@ -1,13 +1,14 @@
-"""Mixtures of experts whose routers are quantised, too: routers run dequantised, at the first load and at later ones.
+"""Quantised checkpoints of families that are no Llama: mixtures whose routers are quantised, too, and Mamba-2.
 
-Guards a router that the first load packs and a later one does not, and one that computes in another dtype than the
-model's.
+Guards a router that the first load packs and a later one does not, a router that computes in another dtype than the
+model's, and an embedding table of another name, of which the checks take the first rows.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,20 +17,22 @@ from safetensors.torch import load_file, save_file
 from dsbd_cli import ModelSpec, load
 from dsbd_cli.models.decoder import pack
 from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
+from dsbd_cli.models.load_model import TOKENS_CHECKED
 from dsbd_cli.ops.cpu.int4 import CompiledInt4
 from dsbd_cli.ops.select import quantize_missing
 from tests.models.checkpoints.quantized.packing import Layer, compressed_config
 from tests.models.decoders import build_decoder, save_decoder
 
+compiled = pytest.mark.skipif(quantize_missing("stored") is not None, reason="no kernel reads quantised files here")
 TOKENS = torch.arange(3, 43).unsqueeze(0)
 
 
-def write(folder: Path, name: str) -> Path:
-    """A tiny mixture of 8 experts whose experts and routers are in four bits."""
-    save_decoder(folder, build_decoder(name))
+def write(folder: Path, name: str, parts_of_names: set[str], **changes: Any) -> Path:
+    """A tiny model with weights in four bits where a part of their names is one of these."""
+    save_decoder(folder, build_decoder(name, **changes))
     file, tensors = folder / "model.safetensors", {}
     for seed, (tensor_name, tensor) in enumerate(load_file(file).items()):
-        if not tensor_name.endswith(".weight") or not {"gate", "experts"} & {*tensor_name.split(".")}:
+        if not tensor_name.endswith(".weight") or not parts_of_names & {*tensor_name.split(".")}:
             tensors[tensor_name] = tensor
             continue
         layer = Layer.draw(*tensor.shape, seed=seed)
@@ -42,14 +45,14 @@ def write(folder: Path, name: str) -> Path:
     return folder
 
 
-@pytest.mark.skipif(quantize_missing("stored") is not None, reason="no kernel reads quantised files here")
+@compiled
 @pytest.mark.parametrize(("name", "dtype"), [("qwen3 moe", "float32"), ("glm4 moe", "bfloat16")])
 def test_quantised_routers_run_dequantised(
     name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for function in (pack.pack_as_stored, pack.quantize_decoder):
         monkeypatch.setattr(function, "__defaults__", (1,))
-    folder, logits = write(tmp_path / "model", name), []
+    folder, logits = write(tmp_path / "model", name, {"gate", "experts"}), []
     for _ in range(2):
         forest = load(ModelSpec(str(folder), dtype=dtype, device="cpu")).target
         assert isinstance(forest, DecoderForestModel)
@@ -59,3 +62,12 @@ def test_quantised_routers_run_dequantised(
         assert not hasattr(products["mixture.router"], "backend")
         logits.append(forest.plain(TOKENS))
     assert torch.equal(*logits)
+
+
+@compiled
+def test_mamba2_with_a_large_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pack.pack_as_stored, "__defaults__", (1,))
+    folder = write(tmp_path / "model", "mamba2", {"in_proj", "out_proj"}, vocab_size=TOKENS_CHECKED + 8)
+    forest = load(ModelSpec(str(folder), dtype="float32", device="cpu")).target
+    assert isinstance(forest, DecoderForestModel)
+    assert forest.stored_form == "compressed-tensors"
