@@ -290,7 +290,7 @@ class TransformersForestModel(BaseForestModel):
             return self._additive("sliding_attention", batch, metadata)
         return {  # recurrent layers take none
             kind: self._additive(kind, batch, metadata) if kind in _LAYER_KINDS else None
-            for kind in ("full_attention", *kinds)
+            for kind in dict.fromkeys(("full_attention", *kinds))
         }
 
     def _additive(self, kind: str, batch: ForestInput, metadata: AttentionMetadata) -> Tensor:
