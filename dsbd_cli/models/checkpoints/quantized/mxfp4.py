@@ -57,12 +57,13 @@ def _weight(name: str, read_blocks: Callable[[], Tensor], read_scales: Callable[
 
 
 class Mxfp4Weight(QuantizedWeight):
-    """Weights of all experts, one below the other: [E o, i]."""
+    """Weights of all experts, one below the other: [E o, i], or some of their rows. They stay in the mapped file."""
 
-    def __init__(self, name: str, blocks: Tensor, scales: Tensor, experts: int) -> None:
-        """blocks: [E o, g, 16] uint8. scales: [E o, g] uint8."""
-        super().__init__(name, (len(blocks), blocks.shape[1] * GROUP))
-        self._blocks, self._scales, self.experts = blocks, scales, experts
+    def __init__(self, name: str, blocks: Tensor, scales: Tensor, experts: int, rows: Tensor | None = None) -> None:
+        """blocks: [E o, g, 16] uint8. scales: [E o, g] uint8. rows: indices [r] int64 of those that the weight has;
+        None: all."""
+        super().__init__(name, (len(blocks) if rows is None else len(rows), blocks.shape[1] * GROUP))
+        self._blocks, self._scales, self._rows, self.experts = blocks, scales, rows, experts
 
     def check(self) -> None:
         if (largest := int(self._scales.max())) > LARGEST_E8M0:
@@ -70,28 +71,27 @@ class Mxfp4Weight(QuantizedWeight):
             raise ModelError(f"{self.name}{SCALES} holds {said}: get the files again")
 
     def dequantize(self, rows: Tensor | slice = slice(None)) -> Tensor:
-        numbers = torch.tensor(E2M1, dtype=torch.float32).sub_(ZERO)[self._levels(rows).long()]
-        return (numbers.view(*self._scales[rows].shape, GROUP) * self._halves(rows).unsqueeze(-1)).flatten(1)
+        levels, halves = self._parts(rows)
+        numbers = torch.tensor(E2M1, dtype=torch.float32).sub_(ZERO)[levels.long()]
+        return (numbers.view(*halves.shape, GROUP) * halves.unsqueeze(-1)).flatten(1)
 
     def fourbit(self) -> FourBit:
-        scales = self._halves(slice(None))
-        return FourBit(
-            words_of(self._levels(slice(None))), scales, scales * -ZERO, torch.tensor(E2M1, dtype=torch.uint8)
-        )
+        levels, halves = self._parts(slice(None))
+        return FourBit(words_of(levels), halves, halves * -ZERO, torch.tensor(E2M1, dtype=torch.uint8))
 
     def take(self, rows: Tensor) -> Mxfp4Weight:
-        return Mxfp4Weight(self.name, self._blocks[rows], self._scales[rows], self.experts)
+        own = rows if self._rows is None else self._rows[rows]
+        return Mxfp4Weight(self.name, self._blocks, self._scales, self.experts, own)
 
     def stacked(self) -> Tensor:
         """Return the weights as transformers has them, [E, i, o] float32."""
         return self.dequantize().unflatten(0, (self.experts, -1)).transpose(1, 2).contiguous()
 
-    def _levels(self, rows: Tensor | slice) -> Tensor:
-        """Return levels [r, i] uint8."""
-        blocks = self._blocks[rows]
-        return torch.stack((blocks & 15, blocks >> 4), -1).flatten(1)
-
-    def _halves(self, rows: Tensor | slice) -> Tensor:
-        """Return half of the scales [r, g] float32: numbers of E2M1 are stored twice as large."""
-        powers = self._scales[rows].int() - 127
-        return torch.ldexp(torch.full(powers.shape, 0.5), powers)
+    def _parts(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
+        """Return levels [r, i] uint8, and half of the scales [r, g] float32: numbers of E2M1 are stored twice as
+        large."""
+        own = rows if self._rows is None else self._rows[rows]
+        blocks, powers = self._blocks[own], self._scales[own].int() - 127
+        return torch.stack((blocks & 15, blocks >> 4), -1).flatten(1), torch.ldexp(
+            torch.full(powers.shape, 0.5), powers
+        )
