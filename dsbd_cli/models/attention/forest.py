@@ -222,10 +222,9 @@ def _written_out(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
         scores = scores.masked_fill(~mask.unsqueeze(1), MASKED)
     elif mask is not None:
         scores = scores + mask.unsqueeze(1)
-    if scoring.sinks is not None:
-        sink = scoring.sinks.to(torch.float32).view(1, -1, groups, 1, 1).expand(rows, -1, -1, count, 1)
-        scores = torch.cat((scores, sink), -1)
-    weights = torch.softmax(scores, -1)
-    if scoring.sinks is not None:
-        weights = weights[..., :-1]
-    return (weights @ value.unsqueeze(2).to(torch.float32)).flatten(1, 2).to(query.dtype)
+    out = torch.softmax(scores, -1) @ value.unsqueeze(2).to(torch.float32)
+    if scoring.sinks is not None:  # a column more would put the rows at other places of memory, which changes bits
+        sinks = scoring.sinks.to(torch.float64).view(1, -1, groups, 1, 1)
+        share = (scores.to(torch.float64).logsumexp(-1, keepdim=True) - sinks).sigmoid_()
+        out = (out.to(torch.float64) * share).to(torch.float32)
+    return out.flatten(1, 2).to(query.dtype)
