@@ -44,7 +44,7 @@ from dsbd_cli.models.decoder.config import DecoderConfig
 from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
 from dsbd_cli.models.decoder.families import decoder_config_of
 from dsbd_cli.models.decoder.load import DecoderParts, build_decoder
-from dsbd_cli.models.decoder.pack import find_outliers, quantize_decoder
+from dsbd_cli.models.decoder.pack import find_outliers, pack_decoder, quantize_decoder
 from dsbd_cli.models.forest_model import BaseForestModel
 from dsbd_cli.models.pair import load_pair
 from dsbd_cli.models.tokenizer import HFCodec
@@ -405,23 +405,30 @@ def _pair(family: str, dtype: torch.dtype) -> Loaded:
 def _quantized(family: str, size: int, dtype: torch.dtype, weights: str, tokenizer: PreTrainedTokenizerFast) -> Loaded:
     """Its linear layers are int8 or int4, however small."""
     model = build(family, vocab_size=size, **_larger(FIT | OWN, family))
-    draft: BaseForestModel = CausalForestModel(perturbed(model, NOISE).to(dtype), family)
+    noisy = perturbed(model, NOISE).to(dtype)
     model.to(dtype)
     target: BaseForestModel
-    if isinstance(spec := decoder_config_of(model.config), DecoderConfig) and not spec.wide_rotary:
-        state = model.state_dict()
-        tensors = {name: partial(state.__getitem__, name) for name in state}
-        settings = CheckpointSettings.of(model.config, {})
-        parts = DecoderParts(family, spec, tensors, dtype, torch.device("cpu"), settings)
-        target = own = build_decoder(parts, lambda: model, frozenset())
+    draft: BaseForestModel
+    if isinstance(config := decoder_config_of(model.config), DecoderConfig) and not config.wide_rotary:
+        target, draft = own, plain = [_decoder(network, config, family, dtype) for network in (model, noisy)]
         outliers = find_outliers(own.decoder, lambda: own.plain(torch.arange(64)[None] % size))
         quantize_decoder(own.decoder, outliers, weights, least=0)
+        pack_decoder(plain.decoder, torch.device("cpu"))
     else:
         target = forest = CausalForestModel(model, family)
         quantize(forest.module, forest.calibrate, weights, least=0)
         forest.layers_replaced()
+        draft = CausalForestModel(noisy, family)
     _promise(target)
     return Loaded(target, draft, HFCodec(tokenizer, (tokenizer.eos_token_id,)))
+
+
+def _decoder(network: Any, config: DecoderConfig, family: str, dtype: torch.dtype) -> DecoderForestModel:
+    """transformers' model in our own decoder."""
+    state, settings = network.state_dict(), CheckpointSettings.of(network.config, {})
+    tensors = {name: partial(state.__getitem__, name) for name in state}
+    parts = DecoderParts(family, config, tensors, dtype, torch.device("cpu"), settings)
+    return build_decoder(parts, lambda: network, frozenset())
 
 
 def _promise(target: BaseForestModel) -> None:

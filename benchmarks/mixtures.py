@@ -124,7 +124,7 @@ def step_bytes(model: DecoderForestModel, count: int) -> float:
     products = [product for layer in layers if layer.mixture for product in (layer.mixture.gate_up, layer.mixture.down)]
     experts, share = (
         sum(weight.nbytes for product in products for weight in product.weights),
-        mixture.chosen / mixture.experts,
+        mixture.router.chosen / mixture.experts,
     )
     return model.size.read_bytes + experts * (1 - (1 - share) ** count - share)
 

@@ -38,7 +38,7 @@ from dsbd_cli.io.records.row import Row
 from dsbd_cli.io.schemas.contracts import ANSWERS, CONTRACTS, DRY_RUN, OUTPUT, SHARED, STEP, TRIM
 from dsbd_cli.lab.reports.bench_json import json_lines
 from dsbd_cli.models.checkpoints.gguf.formats import FORMATS
-from dsbd_cli.models.checkpoints.quantized.settings import AWQ, COMPRESSED, GPTQ
+from dsbd_cli.models.checkpoints.quantized.settings import READERS
 from dsbd_cli.pick.candidate_rows import record_row
 from dsbd_cli.pick.choosers import ByVote
 from dsbd_cli.requests import Hypothesis, RequestResult, Segment, TokenDetail
@@ -67,15 +67,12 @@ def test_a_schema_is_whole_and_says_its_number(name: str) -> None:
     assert str(schema["description"]).endswith(".")
 
 
-QUANTIZED = (GPTQ, AWQ, COMPRESSED)
-
-
 def test_every_setting_of_a_rule_or_a_drafter_is_in_the_schema_of_records() -> None:
     method = OUTPUT.schema()["$defs"]["method"]["properties"]  # type: ignore[index]
     every = (*RULES.values(), *WIDTHS.values(), *DRAFTERS.values(), FUSION)
     assert {setting.field for variant in every for setting in variant.settings} <= method.keys()
     forms = [form for form in QUANTIZE if form != "none"]
-    assert method["quantize"]["enum"] == [*forms, *QUANTIZED, *(f"gguf-{kind.lower()}" for kind in FORMATS), None]
+    assert method["quantize"]["enum"] == [*forms, *READERS, *(f"gguf-{kind.lower()}" for kind in FORMATS), None]
 
 
 def open_objects(schema: Any) -> list[str]:

@@ -13,6 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from dsbd_cli.ops.reference import Router
+
 PAIRS = ("mixer_scales", "mlp_scales")
 Mixing = Literal["attention", "recurrent", "both"]
 
@@ -53,7 +55,7 @@ class MixtureConfig:
     """A mixture of experts in place of an MLP, or beside a shared expert, in numbers.
 
     Attributes:
-        experts: their number. inner: width of each. The settings of the choice are those of `ops.reference.Router`.
+        experts: their number. inner: width of each. router: how they are chosen, without its correction.
         corrected: the router has a correction. wide_router: it computes in float32.
         shared: width of the expert that all tokens have; 0 without one. shared_gate: its output has a weight.
         limit, alpha: of `ops.reference.ClampedGLU`; 0 where another activation serves.
@@ -65,17 +67,9 @@ class MixtureConfig:
     """
 
     experts: int
-    chosen: int
     inner: int
-    sigmoid: bool = False
+    router: Router
     corrected: bool = False
-    groups: int = 1
-    chosen_groups: int = 1
-    group_size: int = 1
-    normalised: bool = True
-    least_sum: float = 1e-20
-    sum_eps: float = 0.0
-    scale: float = 1.0
     wide_router: bool = False
     shared: int = 0
     shared_gate: bool = False
@@ -244,7 +238,7 @@ class DecoderConfig:
             lists["query_growth"] = tuple(fields_of_config["query_growth"])
         if (mixture := fields_of_config["mixture"]) is not None:
             parts = {name: tuple(mixture[name]) for name in ("parts", "shared_parts")}
-            lists["mixture"] = MixtureConfig(**{**mixture, **parts})
+            lists["mixture"] = MixtureConfig(**{**mixture, **parts, "router": Router(**mixture["router"])})
         if (mixer := fields_of_config["mixer"]) is not None:
             more = {name: tuple(mixer[name]) for name in ("limits", "scales")}
             lists["mixer"] = MixerConfig(**{**mixer, **more, "inputs": tuple(map(tuple, mixer["inputs"]))})

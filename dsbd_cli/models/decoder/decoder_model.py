@@ -192,7 +192,7 @@ class DecoderForestModel(BaseForestModel):
         weights, config = self.decoder.weights, self.decoder.config
         hidden, table, mixture, mixer = config.hidden, weights.table, config.mixture, config.mixer
         products: list[tuple[Linear, int, float]] = [(weights.lm_head, hidden, 1.0)]  # inputs, share that is read
-        share = 0.0 if mixture is None else mixture.chosen / mixture.experts
+        share = 0.0 if mixture is None else mixture.router.chosen / mixture.experts
         for number, layer in enumerate(weights.layers):
             inputs = {"out": config.heads * config.head_dim, "down": config.inner_of(number)}
             inputs["mixer_out"] = 0 if mixer is None else mixer.width

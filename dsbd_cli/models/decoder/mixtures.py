@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import Any
 
 from dsbd_cli.models.decoder.config import MixtureConfig
@@ -18,13 +19,21 @@ from dsbd_cli.models.decoder.dense import (
     qwen3,
     rotating,
 )
-from dsbd_cli.ops.reference import OUTPUTS_STEP
+from dsbd_cli.ops.reference import OUTPUTS_STEP, Router
+
+BLOCK_SPARSE_MOE: dict[str, Any] = {  # names of Mixtral's tensors
+    "router_name": "block_sparse_moe.gate",
+    "correction_name": "block_sparse_moe.e_score_correction_bias",
+    "experts_name": "block_sparse_moe.experts",
+    "parts": ("w1", "w3", "w2"),
+}
 
 
 def mixture_of_experts(
     config: Any, experts: int, inner: int, layers: Sequence[object] | None = None, **more: Any
 ) -> dict[str, Any]:
-    """Return the mixture of a family. layers: per layer, whether it has the mixture; None: all have."""
+    """Return the mixture of a family. layers: per layer, whether it has the mixture; None: all have. more: settings of
+    the Router, which chooses `num_experts_per_tok` experts if none says otherwise, and of the MixtureConfig."""
     if experts < 2:
         raise UnfitError(f"it has {experts} experts, and 2 are the least")
     for name, width, step in (
@@ -35,8 +44,9 @@ def mixture_of_experts(
             raise UnfitError(f"its {name} have the width {width}, which is no multiple of {step}")
     if not all(map(bool, layers or [True])) and getattr(config, "intermediate_size", 0) <= 0:
         raise UnfitError("its MLPs have no width")
-    chosen = more.pop("chosen", None) or config.num_experts_per_tok
-    mixture = MixtureConfig(experts, chosen, inner, **more)
+    of_router = {field.name: more.pop(field.name) for field in fields(Router) if field.name in more}
+    router = Router(**{"chosen": config.num_experts_per_tok, **of_router})
+    mixture = MixtureConfig(experts, inner, router, **more)
     per_layer = tuple(map(bool, layers)) if layers is not None else (True,) * int(config.num_hidden_layers)
     return {"mixture": mixture, "mixtures": per_layer} if any(per_layer) else {}
 
@@ -65,26 +75,15 @@ def _qwen3_moe(config: Any) -> dict[str, Any]:
 
 
 def _mixtral(config: Any) -> dict[str, Any]:
-    return mixture_of_experts(config, config.num_local_experts, config.intermediate_size, **_block_sparse_moe(config))
-
-
-def _block_sparse_moe(config: Any) -> dict[str, Any]:
-    """Return the names of Mixtral's tensors."""
-    return {
-        "router_name": "block_sparse_moe.gate",
-        "correction_name": "block_sparse_moe.e_score_correction_bias",
-        "experts_name": "block_sparse_moe.experts",
-        "parts": ("w1", "w3", "w2"),
-    }
+    return mixture_of_experts(config, config.num_local_experts, config.intermediate_size, **BLOCK_SPARSE_MOE)
 
 
 def _minimax_m2(config: Any) -> dict[str, Any]:
-    names = _block_sparse_moe(config)
     experts, inner = config.num_local_experts, config.intermediate_size
     return {
         "norms_over_all_heads": True,
         "windows": no_windows(config),
-        **mixture_of_experts(config, experts, inner, sigmoid=True, corrected=True, **names),
+        **mixture_of_experts(config, experts, inner, sigmoid=True, corrected=True, **BLOCK_SPARSE_MOE),
     }
 
 
@@ -166,7 +165,7 @@ def _hunyuan_v1_moe(config: Any) -> dict[str, Any]:
 
 
 def _deepseek_mixture(config: Any, experts: int, layers: Sequence[object] | None = None, **more: Any) -> dict[str, Any]:
-    """Return a mixture with DeepSeek V3's router. layers: as in `_mixture`; None: all but the first."""
+    """Return a mixture with DeepSeek V3's router. layers: as in `mixture_of_experts`; None: all but the first."""
     inner, groups = config.moe_intermediate_size, config.n_group
     if layers is None:
         layers = [number >= config.first_k_dense_replace for number in range(config.num_hidden_layers)]

@@ -364,11 +364,7 @@ class WeightReader:
         shared_gate = None
         if mixture.shared_gate:
             shared_gate = self._joined([(f"{at}{mixture.shared_name}_gate", 1)], hidden, bias=False)
-        settings = Router(
-            mixture.chosen, mixture.sigmoid, correction, mixture.groups, mixture.chosen_groups, mixture.group_size,
-            mixture.normalised, mixture.least_sum, mixture.sum_eps, mixture.scale,
-        )  # fmt: skip
-        return MixtureWeights(router, settings, gate_up, outputs, shared_gate)
+        return MixtureWeights(router, replace(mixture.router, correction=correction), gate_up, outputs, shared_gate)
 
     def _stacked(
         self, at: str, mixture: MixtureConfig, part: str, granite_part: str, outputs: int, inputs: int

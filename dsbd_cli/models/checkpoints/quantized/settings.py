@@ -66,10 +66,10 @@ def quantization_of(config: Any) -> Quantization | str | None:
         if not isinstance(settings, Mapping):
             raise _UnreadError(f"its quantization_config is {shorten(settings)}, but an object must stand there")
         method = _word(settings, "quant_method", None)
-        if method not in _READERS:
+        if method not in READERS:
             said = "that quantization_config does not name" if method is None else f"called {shorten(method)}"
             raise _UnreadError(f"its weights are quantised by a method {said}, which is not read: {INSTEAD}")
-        return _READERS[method](settings)
+        return READERS[method](settings)
     except _UnreadError as reason:
         return str(reason)
 
@@ -241,7 +241,7 @@ def _mxfp4(settings: Mapping[str, Any]) -> Quantization:
     return Quantization(MXFP4, MXFP4, 4, 32)
 
 
-_READERS: dict[str | None, Callable[[Mapping[str, Any]], Quantization]] = {
+READERS: dict[str, Callable[[Mapping[str, Any]], Quantization]] = {
     GPTQ: _gptq,
     AWQ: _awq,
     COMPRESSED: _compressed,
