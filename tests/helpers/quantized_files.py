@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GgufConfig, LlamaConfig
 
+from dsbd_cli import Engine, ModelSpec, Request, SamplingConfig, load
 from tests.helpers.checkpoints import byte_level, wrap
 from tests.helpers.gguf_models import random_model, write_model
 from tests.models.checkpoints.quantized.packing import Layer, compressed_config, config
@@ -34,6 +35,8 @@ SAFETENSORS: dict[str, Any] = {
 }
 FORMS = (*(f"gguf-{kind.lower()}" for kind in GGUF), *SAFETENSORS)
 ALL_FORMS = (*FORMS, *(f"gguf-{kind.lower()}" for kind in OTHER_GGUF), "gguf-q4_k_m")
+TOKENS = torch.arange(5, 45).unsqueeze(0)
+PROMPTS = ("The quick brown fox", "select name", "def f(x):", "over the lazy dog", "a")
 
 
 def write_quantized(folder: Path, form: str) -> tuple[Path, Any]:
@@ -88,3 +91,29 @@ def write_safetensors(folder: Path, form: str, model: Any) -> Any:
     (folder / "config.json").write_text(json.dumps(settings))
     wrap(byte_level()).save_pretrained(folder)
     return model
+
+
+def loaded(path: Path, draft: ModelSpec | None = None, batch_size: int = 1, **settings: Any) -> Any:
+    return load(ModelSpec(str(path), dtype="float32", **settings), draft, batch_size=batch_size)
+
+
+def requests() -> list[Request]:
+    sampling = SamplingConfig(max_new_tokens=12)
+    return [Request(prompt, id=str(number), sampling=sampling) for number, prompt in enumerate(PROMPTS)]
+
+
+def texts(engine: Engine) -> list[tuple[int, ...]]:
+    return [tuple(result.hypotheses[0].token_ids) for result in engine.generate(requests())]
+
+
+def logits(engine: Any) -> torch.Tensor:
+    with torch.inference_mode():
+        result: torch.Tensor = engine.target.plain(TOKENS).float()
+    return result
+
+
+def apart(computed: torch.Tensor, plain: Any) -> float:
+    """Root mean square of the difference, in standard deviations of what is wanted."""
+    with torch.inference_mode():
+        wanted = plain(input_ids=TOKENS, use_cache=False).logits
+    return float((computed - wanted).square().mean().sqrt() / wanted.std())

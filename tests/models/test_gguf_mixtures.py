@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from dsbd_cli import Engine, MethodConfig, ModelSpec, Request, SamplingConfig, load
+from dsbd_cli import MethodConfig, ModelSpec, Request, SamplingConfig, load
 from dsbd_cli.cli.app import run
 from dsbd_cli.errors import ModelError, UnsupportedModelError, shorten
 from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
@@ -26,9 +26,8 @@ from dsbd_cli.ops.cpu.int4 import CompiledInt4
 from dsbd_cli.ops.cpu.int8_groups import CompiledInt8Groups
 from dsbd_cli.ops.select import quantize_missing
 from tests.helpers.gguf_mixtures import EXPERTS, MODELS, write_mixture
+from tests.helpers.quantized_files import TOKENS, apart, loaded, logits, requests, texts
 
-TOKENS = torch.arange(5, 45).unsqueeze(0)
-PROMPTS = ("The quick brown fox", "select name", "def f(x):", "a")
 FILES = {  # architecture, blocks of the experts' first and last products
     "qwen3moe": ("qwen3moe", "Q4_0", "Q4_0"),
     "qwen3moe as Q4_K_M": ("qwen3moe", "Q4_K", "Q6_K"),
@@ -51,32 +50,6 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("qwen3") / "model.gguf"
     write_mixture(path, "qwen3moe", "Q4_0")
     return path
-
-
-def loaded(path: Path, draft: ModelSpec | None = None, batch_size: int = 1, **settings: Any) -> Any:
-    return load(ModelSpec(str(path), dtype="float32", **settings), draft, batch_size=batch_size)
-
-
-def requests() -> list[Request]:
-    sampling = SamplingConfig(max_new_tokens=10)
-    return [Request(prompt, id=str(number), sampling=sampling) for number, prompt in enumerate(PROMPTS)]
-
-
-def texts(engine: Engine) -> list[tuple[int, ...]]:
-    return [tuple(result.hypotheses[0].token_ids) for result in engine.generate(requests())]
-
-
-@torch.inference_mode()
-def logits(engine: Any) -> torch.Tensor:
-    result: torch.Tensor = engine.target.plain(TOKENS).float()
-    return result
-
-
-@torch.inference_mode()
-def apart(computed: torch.Tensor, plain: Any) -> float:
-    """Root mean square of the difference, in standard deviations of what is wanted."""
-    wanted = plain(input_ids=TOKENS, use_cache=False).logits
-    return float((computed - wanted).square().mean().sqrt() / wanted.std())
 
 
 @compiled

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, Starcoder2Config
 
-from dsbd_cli import Engine, ModelSpec, Request, SamplingConfig, load
+from dsbd_cli import ModelSpec
 from dsbd_cli.cli.app import run
 from dsbd_cli.errors import ModelError, UsageError
 from dsbd_cli.models.checkpoints.gguf.file import GgufFile
@@ -29,11 +29,20 @@ from dsbd_cli.ops.select import quantize_missing
 from tests.helpers.checkpoints import save
 from tests.helpers.gguf_models import random_model, write_model
 from tests.helpers.kernels import table
-from tests.helpers.quantized_files import FORMS, SAFETENSORS, SETTINGS, write_quantized, write_safetensors
+from tests.helpers.quantized_files import (
+    FORMS,
+    SAFETENSORS,
+    SETTINGS,
+    apart,
+    loaded,
+    logits,
+    requests,
+    texts,
+    write_quantized,
+    write_safetensors,
+)
 
-TOKENS = torch.arange(5, 45).unsqueeze(0)
 OTHERS = {**SETTINGS, "architectures": ["Starcoder2ForCausalLM"], "sliding_window": None}
-PROMPTS = ("The quick brown fox", "select name", "def f(x):", "over the lazy dog", "a")
 
 compiled = pytest.mark.skipif(quantize_missing("int4") is not None, reason="no kernel of int4 on this processor")
 
@@ -47,32 +56,6 @@ def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture(scope="module")
 def awq(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_quantized(tmp_path_factory.mktemp("awq"), "awq")[0]
-
-
-def loaded(path: Path, draft: ModelSpec | None = None, batch_size: int = 1, **settings: Any) -> Any:
-    return load(ModelSpec(str(path), dtype="float32", **settings), draft, batch_size=batch_size)
-
-
-def requests() -> list[Request]:
-    sampling = SamplingConfig(max_new_tokens=12)
-    return [Request(prompt, id=str(number), sampling=sampling) for number, prompt in enumerate(PROMPTS)]
-
-
-def texts(engine: Engine) -> list[tuple[int, ...]]:
-    return [tuple(result.hypotheses[0].token_ids) for result in engine.generate(requests())]
-
-
-def logits(engine: Any) -> torch.Tensor:
-    with torch.inference_mode():
-        result: torch.Tensor = engine.target.plain(TOKENS).float()
-    return result
-
-
-def apart(computed: torch.Tensor, plain: Any) -> float:
-    """Root mean square of the difference, in standard deviations of what is wanted."""
-    with torch.inference_mode():
-        wanted = plain(input_ids=TOKENS, use_cache=False).logits
-    return float((computed - wanted).square().mean().sqrt() / wanted.std())
 
 
 def backends(engine: Any) -> set[type | None]:
