@@ -377,7 +377,7 @@ class Fuzzer:
             dice = random.Random(0)
             texts = [[dice.randrange(6, 350) for _ in range(40)] for _ in range(20)]
             with path.open("wb") as stream:
-                write_index(stream, CorpusTokens(texts), codec.token_bytes())
+                write_index(stream, CorpusTokens(texts).tokens, codec.token_bytes())
         return path
 
 

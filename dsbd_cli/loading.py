@@ -18,7 +18,7 @@ from dsbd_cli.config.chat import check_template_kwargs, template_text
 from dsbd_cli.config.checking import check_value, refuse, require
 from dsbd_cli.config.method import DEFAULT_BATCH_SIZE, MethodConfig, check_engine_options
 from dsbd_cli.config.model import BUILTIN_DRAFT, BUILTIN_TARGET, ModelSpec, OnTooLong
-from dsbd_cli.config.variants import INDEX
+from dsbd_cli.config.variants import SUFFIX_CACHE
 from dsbd_cli.engine.constraints.answer_files import check_answer_file
 from dsbd_cli.errors import UsageError, reading, shorten
 from dsbd_cli.models.chat import begin_rendering, check_template
@@ -96,7 +96,7 @@ def load(
     method = (method or MethodConfig()).fit_draft(None if draft_spec is None else draft_spec.source)
     if allow is not None:
         _check_list(os.fspath(allow))
-    if (index := method.value(INDEX)) is not None:
+    if (index := method.index_file) is not None:
         with reading(f"index {index}"):
             open(index, "rb").close()
     checkpoint, draft_checkpoint = open_pair(spec, draft_spec)
@@ -117,6 +117,7 @@ def load(
             from dsbd_cli.ops.select import begin_compiling, rejected_kernels
 
         _set_threads(threads)
+        _check_indexes(method, checkpoint)
         if kernels and spec.device_map is None:  # raise before a large model is loaded
             auto = "cuda" if torch.cuda.is_available() else "cpu"
             if (auto if spec.device == "auto" else spec.device) == "cpu":
@@ -209,6 +210,20 @@ def load_dry(
         target.source, None if draft is None else draft.source, "", "", chat=codec.has_template, notes=tuple(notes)
     )
     return DryEngine(encoder, codec.read_ahead, info)
+
+
+def _check_indexes(method: MethodConfig, checkpoint: Checkpoint) -> None:
+    """Check the files that drafts are looked up in, before a large model is loaded. Raises UsageError."""
+    cache = method.value(SUFFIX_CACHE)
+    files = [Path(name) for name in (method.index_file, cache) if name is not None]
+    files = [path for path in files if path.exists() or str(path) != cache]
+    if files:
+        from dsbd_cli.engine.drafting.index import read_index
+        from dsbd_cli.models.load_model import read_small_files
+
+        token_bytes = read_small_files(checkpoint)[1].token_bytes()
+        for path in files:
+            read_index(path, token_bytes)
 
 
 def _use_template(codec: HFCodec, target: str, template: str | None, kwargs: Mapping[str, object] | None) -> None:

@@ -17,9 +17,15 @@ from dsbd_cli.config.variants import (
     DRAFTERS,
     FUSION,
     GRAMMAR,
+    INDEX,
     MIN_WIDTH,
+    OWN_TEXT,
     RULES,
     SECOND_DRAFTS,
+    SUFFIX,
+    SUFFIX_CACHE,
+    SUFFIX_MEMORY,
+    SUFFIX_SOURCE,
     WIDTHS,
     check_drafter_name,
     drafting_variants,
@@ -94,6 +100,8 @@ class MethodConfig:
     settings: tuple[tuple[str, Value], ...] = ()
     # a given setting that needs a draft
     _asks_for_draft: str | None = field(default=None, init=False, repr=False, compare=False)
+    # there is no draft and none was asked for: look-ups serve where they cost nothing, see Engine
+    assumed: bool = field(default=False, init=False, repr=False, compare=False)
 
     if TYPE_CHECKING:  # more types may be given than the fields then hold
 
@@ -184,6 +192,8 @@ class MethodConfig:
             share, most = self.value(SECOND_DRAFTS), self.drafts_per_layer - 1
             require(most >= 1, "drafts_per_layer", self.drafts_per_layer, "2 or more for two drafters")
             require(share is None or 1 <= share <= most, SECOND_DRAFTS.field, share, f"between 1 and {most} (K - 1)")
+        if SUFFIX in self.drafter_names:
+            self._check_suffix()
         if self.depth == 0 and self.drafter != BEAM:
             refuse("drafter", self.drafter, "depth 0 drafts nothing: raise the depth, or drop the drafter")
         if self.depth == 0 and rule.needs_draft:
@@ -198,6 +208,18 @@ class MethodConfig:
                 "none: use width fixed"
             )
             refuse("width", self.width, reason)
+
+    def _check_suffix(self) -> None:
+        """Check the settings of drafter suffix. Raises UsageError."""
+        given = dict(self.settings)
+        for setting in (SUFFIX_MEMORY, SUFFIX_CACHE):
+            if setting.field not in given:
+                continue
+            if given.get(SUFFIX_SOURCE.field) == OWN_TEXT:
+                refuse(setting.field, given[setting.field], f"source {OWN_TEXT} looks up in no other row: drop one")
+            if self.exactness != "same-text":
+                reason = "the text of a seed may depend on the drafts here, so other rows are not looked up: drop it"
+                refuse(setting.field, given[setting.field], reason)
 
     def _check_settings(self) -> None:
         """Check that every setting has an allowed value and belongs to a variant that acts, and that no required one is
@@ -258,7 +280,21 @@ class MethodConfig:
         if self._asks_for_draft is not None:
             asks = f"{self._asks_for_draft} is {getattr(self, self._asks_for_draft)}"
             raise UsageError(f"draft is None, but {asks}, which needs a draft model: give one, or drop it")
-        return replace(self, depth=0, adaptive_depth=False, width="fixed")
+        if self.adaptive_depth and not self.dynamic:
+            looks_up = replace(self, drafter=SUFFIX)
+            object.__setattr__(looks_up, "assumed", True)
+            return looks_up
+        return self.without_drafts()
+
+    def without_drafts(self) -> MethodConfig:
+        """Return this method as plain decoding."""
+        return replace(self, drafter=BEAM, depth=0, adaptive_depth=False, width="fixed")
+
+    @property
+    def index_file(self) -> str | None:
+        """The file that the drafter looks up in; None where it has none."""
+        source = self.value(SUFFIX_SOURCE)
+        return self.value(INDEX) if source == OWN_TEXT else source or self.value(INDEX)
 
     @property
     def variants(self) -> tuple[Variant, ...]:

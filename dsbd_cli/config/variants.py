@@ -181,6 +181,31 @@ INDEX: Setting[str | None] = Setting(
     required=True,
     is_file=True,
 )
+OWN_TEXT = "own"  # the source of drafter suffix that is a row's text alone
+SUFFIX_SOURCE: Setting[str | None] = Setting(
+    field="suffix_source",
+    name="source",
+    default=None,
+    text="own: the row's text alone; or a file of dsbd index in addition",
+    shown="the row's own text and the rows that are done",
+    is_file=True,
+)
+SUFFIX_CONTEXT: Setting[int] = Setting(
+    field="suffix_context", name="context", kind=int, default=20, text="how many of the last tokens are compared",
+    least=2, most=20,
+)  # fmt: skip
+SUFFIX_MEMORY: Setting[int] = Setting(
+    field="suffix_memory", name="memory", kind=int, default=256, text="MiB for the rows that are done", least=1,
+    most=28 * 1024,
+)  # fmt: skip
+SUFFIX_CACHE: Setting[str | None] = Setting(
+    field="suffix_cache",
+    name="cache",
+    default=None,
+    text="a file that keeps the rows that are done for the next run",
+    shown="they are not kept",
+    is_file=True,
+)
 BRANCHING: Setting[int] = Setting(
     field="branching",
     kind=int,
@@ -214,6 +239,7 @@ FUSION_TOP_K: Setting[int] = Setting(
 )
 
 BEAM = "beam"  # the drafter where none is named
+SUFFIX = "suffix"  # the drafter without a model, where nothing is asked
 GRAMMAR = "grammar"  # the drafter that knows which layers will pass
 DRAFTERS: dict[str, DrafterSpec] = _table(
     DrafterSpec(
@@ -258,8 +284,14 @@ DRAFTERS: dict[str, DrafterSpec] = _table(
         settings=(NGRAM,),
     ),
     DrafterSpec(
+        name=SUFFIX,
+        make="dsbd_cli.engine.drafting.suffix:make",
+        text="looked up in the text itself and in the rows of the run that are done",
+        settings=(SUFFIX_SOURCE, SUFFIX_CONTEXT, SUFFIX_MEMORY, SUFFIX_CACHE),
+    ),
+    DrafterSpec(
         name="retrieval",
-        make="dsbd_cli.engine.drafting.retrieval:make",
+        make="dsbd_cli.engine.drafting.suffix:make_retrieval",
         text="looked up in your own corpus",
         settings=(INDEX,),
     ),

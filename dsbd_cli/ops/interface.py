@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dsbd_cli.ops import reference
@@ -78,6 +80,23 @@ class RowsLinear(Protocol):
 
     def compute(self, x: Tensor) -> Tensor:
         """Compute the products: x [R, n, i] -> [R, n, o]."""
+        ...
+
+
+class SuffixIndex(Protocol):
+    """An index of texts that grows while it is searched. held: tokens in it. tokens: all of them, [held] int32."""
+
+    held: int
+
+    @property
+    def tokens(self) -> NDArray[np.int32]: ...
+
+    def insert(self, documents: NDArray[np.int32]) -> None:
+        """Insert a document, or several with -1 between them. Of more tokens than fit the last ones are kept."""
+        ...
+
+    def look_up(self, texts: NDArray[np.int32], longest: int, paths: int, depth: int) -> tuple[NDArray[Any], ...]:
+        """Return tokens [B, S, D], weights [B, S] and match [B] of S paths that followed the ends of texts [B, X]."""
         ...
 
 

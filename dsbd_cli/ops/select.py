@@ -29,9 +29,10 @@ from dsbd_cli.ops.cpu import (
     program,
     prompt_attention,
     scan,
+    suffix,
 )
 from dsbd_cli.ops.cpu.runtime import FLOATS, compile_beside, may_use_matrix_units, team, unloadable
-from dsbd_cli.ops.interface import Backend, Linear, OpChoice, Ops, RowsLinear
+from dsbd_cli.ops.interface import Backend, Linear, OpChoice, Ops, RowsLinear, SuffixIndex
 from dsbd_cli.ops.processor import ON_ARM, Processor, current
 from dsbd_cli.ops.quantized_weight import GROUP, Blocks, FourBit, QuantizedWeight
 from dsbd_cli.ops.triton import available
@@ -42,6 +43,7 @@ MIXERS = ("output_gate", "gated_norm", "delta_inputs", "step_sizes", "scan")  # 
 MODEL = ("linear", "path_attention", "prompt_attention", "log_total")
 DECODER = (*LAYERS, *MODEL)
 EXPERTS = ("experts",)  # of a decoder with mixtures
+SUFFIX_BYTES = suffix.BYTES
 ITERATION_KERNELS = ("candidates", "draft", "verify", "commit", "move")
 ITERATION = ("log_total", *ITERATION_KERNELS)
 GPU_LAYERS = ("norm", "gated", "rotate", "linear")
@@ -229,6 +231,7 @@ TABLE = (
     Kernel("verify", _verify, iteration.compiled, _ITERATIONS),
     Kernel("commit", _commit, iteration.compiled, _ITERATIONS),
     Kernel("scan", scan.compiled, scan.compiled, "torch computes recurrent layers"),
+    Kernel("suffix", suffix, suffix.compiled, "nothing is looked up", least=BASE),
 )  # fmt: skip
 _UNPACK = Kernel("unpack", blocks, blocks.compiled, "torch unpacks the blocks of GGUF files", needs=(_X86, _TEAM))
 _unloadable = functools.cache(unloadable)
@@ -342,6 +345,17 @@ def _sources(weights: Sequence[QuantizedWeight]) -> tuple[Sequence[Any], bool]:
 def unpacked_blocks(rows: Blocks) -> Tensor | None:
     """Return rows [o, i] float32 of a GGUF file; None where no kernel unpacks its blocks."""
     return blocks.dequantize(rows) if _missing(_UNPACK, torch.float32, frozenset()) is None else None
+
+
+def suffix_missing() -> str | None:
+    """Return why no suffix index can be had on this machine; None where one can."""
+    kernel, reason = choose("suffix", torch.float32)
+    return None if kernel is not None else reason
+
+
+def suffix_index(room: int) -> SuffixIndex:
+    """Return an empty suffix index. room: tokens that it may hold, each with SUFFIX_BYTES of memory."""
+    return suffix.SuffixIndex(room)
 
 
 def quantize_missing(weight_format: str, dtype: torch.dtype = torch.float32, *, experts: bool = False) -> str | None:

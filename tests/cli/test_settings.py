@@ -155,7 +155,8 @@ SETTLED: list[tuple[str, str | None, dict[str, object]]] = [
     ("--verify rejection", "builtin:draft", {"adaptive_depth": False, "depth": 4}),
     ("--set width=threshold", "builtin:draft", {"adaptive_depth": False, "depth": 4}),
     ("--set memory-saving=true", "builtin:draft", {"adaptive_depth": False, "depth": 4}),
-    ("--draft none", None, {"adaptive_depth": False}),
+    ("--draft none", None, {"adaptive_depth": True, "drafter": "suffix"}),
+    ("--draft none --verify rejection", None, {"adaptive_depth": False, "depth": 0}),
     ("--num-beams 6", "builtin:draft", {"drafts_per_layer": 12}),
     ("--num-beams 6 --drafts-per-layer 7", "builtin:draft", {"drafts_per_layer": 7}),
     ("--decode search", "builtin:draft", {"width": "fixed"}),
@@ -168,11 +169,12 @@ SETTLED: list[tuple[str, str | None, dict[str, object]]] = [
         "builtin:draft",
         {"fuzzy_threshold": 0.4, "divergence": "js_authors", "fallback": "strict", "fuzzy_law": "warped"},
     ),
-    ("--draft none", None, {"depth": 0, "width": "fixed"}),
+    ("--draft none", None, {"depth": 8, "width": "fixed"}),
+    ("--draft none --set memory-saving=true", None, {"depth": 0}),
     ("--depth auto", "builtin:draft", {"depth": 8, "adaptive_depth": True, "drafts_per_layer": 8}),
     ("--depth 3", "builtin:draft", {"depth": 3, "adaptive_depth": False}),
-    ("--draft none --target t", None, {"depth": 0}),
-    ("--target t", None, {"depth": 0, "adaptive_depth": False, "width": "fixed"}),
+    ("--draft none --target t", None, {"drafter": "suffix"}),
+    ("--target t", None, {"drafter": "suffix", "adaptive_depth": True, "width": "fixed"}),
     ("--target t --verify rejection", None, {"depth": 0, "width": "fixed"}),
     ("--target t --drafter ngram", None, {"depth": 8, "adaptive_depth": True}),
     ("--draft none --verify rejection", None, {"depth": 0, "width": "fixed"}),
@@ -210,7 +212,7 @@ def test_a_named_target_without_a_draft_is_profiled_as_it_is() -> None:
 
 
 def test_what_does_not_act_is_null_in_the_record(dsbd: Dsbd) -> None:
-    [plain] = dsbd("generate", "--draft", "none", lines=[{"prompt": "a"}]).records
+    [plain] = dsbd("generate", "--draft", "none", "--set", "memory-saving=true", lines=[{"prompt": "a"}]).records
     assert plain["method"] == {
         "rule": "coupled",
         "num_beams": 4,
@@ -220,7 +222,7 @@ def test_what_does_not_act_is_null_in_the_record(dsbd: Dsbd) -> None:
         "width_threshold": None,
         "min_width": None,
         "warp_scope": "pool",
-        "memory_saving": False,
+        "memory_saving": True,
         "drafter": None,
         "target": "builtin:target",
         "draft": None,

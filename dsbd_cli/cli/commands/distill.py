@@ -36,7 +36,7 @@ from dsbd_cli.cli.run.signals import StoppedError, StopSignals
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.model import Quantize
 from dsbd_cli.config.sampling import SamplingConfig
-from dsbd_cli.config.variants import SEARCH
+from dsbd_cli.config.variants import BEAM, SEARCH
 from dsbd_cli.errors import DsbdError, UsageError, plural
 from dsbd_cli.requests import Request, check_seed
 from dsbd_cli.threads import MOST_THREADS
@@ -141,7 +141,7 @@ def _run_settings(
     beams = MethodConfig().num_beams if decoding.num_beams is None else decoding.num_beams
     return run_settings(
         PairOptions(target=target.target, draft="none"),
-        MethodOptions(num_beams=beams, decode=decoding.decode),
+        MethodOptions(num_beams=beams, decode=decoding.decode, drafter=BEAM),
         SamplingOptions(
             max_new_tokens=options.max_new_tokens, n_best=max(1, beams), seed=None if search else options.seed
         ),

@@ -54,7 +54,6 @@ from dsbd_cli.cli.run.shard import Shard, shard_of, sharded_files
 from dsbd_cli.cli.run.signals import StoppedError, StopSignals
 from dsbd_cli.cli.run.summary import Summary, rows_exit_code
 from dsbd_cli.config.method import MethodConfig
-from dsbd_cli.config.variants import INDEX
 from dsbd_cli.errors import NoWorkersError, UsageError, option_name, plural
 from dsbd_cli.io.lines.jsonl import LineWriter, ReadLines, read_lines
 from dsbd_cli.io.lines.line_reader import LineReader
@@ -138,9 +137,7 @@ def generate(
         refuse_idle(f"{named} writes no tokens", (option_name("token_logprobs"), sampling.token_logprobs or None))
     if files.input_format == "text" and not files.chat:
         refuse_idle_templates("--input-format text without --chat has prompts alone", devices)
-    check_files(
-        files, [answers.allow, devices.chat_template, settings.method.value(INDEX), job.config, *settings.files]
-    )
+    check_files(files, [answers.allow, devices.chat_template, settings.method.index_file, job.config, *settings.files])
     run = _GenerateRun(
         files,
         settings,

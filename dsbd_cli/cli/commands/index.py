@@ -54,11 +54,11 @@ def index(
     quiet: Quiet = False,
     trust_remote_code: Trust = None,
 ) -> None:
-    """Index texts for dsbd generate --drafter retrieval:FILE: tokens of the target, and their suffix array.
+    """Index texts for dsbd generate --drafter suffix:FILE: the tokens of the target.
 
     A plain file is one document; a .jsonl file has one per line. Files may end in .gz or .zst.
 
-    Needs about 32 bytes of memory per token while it sorts; the file has 8 bytes per token.
+    The file has 4 bytes per token. A run that looks up in it needs 28 to 56 bytes of memory per token.
     """
     check_replaced(output, existing=existing)
     check_no_input("--output", output, [*corpus, Path(target)])
@@ -84,7 +84,7 @@ def index(
             if len(tokens.ids) - reported >= NEWS_EVERY:
                 reported = len(tokens.ids)
                 talk.now(f"{reported} tokens read")
-        write_index(buffered := BufferedWriter(stream), tokens, codec.token_bytes(), talk.now)
+        write_index(buffered := BufferedWriter(stream), tokens.tokens, codec.token_bytes())
         buffered.detach()
     stream.close()
     counts = plural(tokens.documents, "document"), plural(len(tokens.ids) - tokens.documents, "token")

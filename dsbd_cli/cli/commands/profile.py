@@ -33,7 +33,7 @@ from dsbd_cli.cli.run.prompts import read_prompts, warn_left_out, warn_plain
 from dsbd_cli.cli.run.signals import StoppedError, StopSignals
 from dsbd_cli.config.method import DEFAULT_DEPTH
 from dsbd_cli.config.spelling import parse, spell
-from dsbd_cli.config.variants import INDEX, MIN_WIDTH, RULES, WIDTHS
+from dsbd_cli.config.variants import MIN_WIDTH, RULES, WIDTHS
 from dsbd_cli.errors import SETTINGS, UsageError, as_utf8, option_name
 from dsbd_cli.io.lines.replace import write_atomically
 from dsbd_cli.io.schemas import contracts
@@ -122,7 +122,7 @@ def profile(
         )
     if wanted.quiet and wanted.show is not None and wanted.json is None:
         raise UsageError("--show prints a tree and --quiet prints nothing but a command: drop one, or add --json")
-    inputs = [prompts.input, answers.allow, devices.chat_template, settings.method.value(INDEX), *settings.files]
+    inputs = [prompts.input, answers.allow, devices.chat_template, settings.method.index_file, *settings.files]
     check_report_files({"--json": wanted.json}, inputs, existing=wanted.existing)
     requests = _requests(prompts, settings, devices)
     options = given_options(pair, method, sampling, answers, devices)

@@ -381,7 +381,8 @@ def _method(given: MethodOptions, chosen: Mapping[str, object], *, drafting: boo
     """Return the method of the options. What is not given is left to MethodConfig, the one place of the defaults."""
     names = ("num_beams", "drafts_per_layer", "warp_scope", "memory_saving")
     options: dict[str, object] = {name: getattr(given, name) for name in names}
-    if not drafting:
+    looks_up = not drafting and given.drafter is None
+    if not drafting and not looks_up:
         options["depth"] = 0
     elif given.depth == "auto":
         options["adaptive_depth"] = True
@@ -389,6 +390,8 @@ def _method(given: MethodOptions, chosen: Mapping[str, object], *, drafting: boo
         options["depth"] = _number("--depth", given.depth, MAX_AUTO_DEPTH)
     acting = {name: value for name, value in options.items() if value is not None}
     method = MethodConfig.of({**chosen, **acting})
+    if looks_up:
+        method = method.fit_draft(None)
     if given.memory_saving and method.num_beams == 1:
         raise UsageError("--set memory-saving keeps one beam of several, but --num-beams is 1: drop it")
     return method

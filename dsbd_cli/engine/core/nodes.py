@@ -54,8 +54,9 @@ class LayerNodes:
         weight: [R, n] float32, running weight under the draft.
         path_tokens: [R, n, D] int64, tokens from layer 1 down to the node.
         ancestors: [R, n, T] bool over the suffix window, the node itself included.
-        drafter_id: [R, n] int64, the drafter that proposed the node: 1 for the second of two, else 0. A node that both
-            proposed has 0.
+        drafter_id: [R, n] int64, the drafter that proposed the node: 0 for the first, 1 for the second of two. Further
+            sources of the first have 2 ** SOURCE_BITS and 4 ** SOURCE_BITS. A node that several proposed has the first
+            of them.
         legal_state: [R, n] int64, see engine/constraints/legal.py; None where no constraint acts.
     """
 

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+SECOND = 1  # drafter id of the second of two drafters
+SOURCE_BITS = 10  # of a count in the sum of drafter ids: a layer has fewer nodes than 2 ** SOURCE_BITS
+
 
 class RowCounters(NamedTuple):
     """Counters of a row in one iteration.
@@ -35,7 +38,7 @@ class LayerCounters(NamedTuple):
         accepted: live draws that were drafted. passed: 0 or 1.
         needed: number of drafts, in draw order, that were enough to fill the layer; 0 where it did not pass. With two
             drafters only drafts of the first count.
-        drafted_second, accepted_second: the same counts for nodes that only the second of two drafters proposed.
+        drafted_by, accepted_by: the same counts by `drafter_id`: the sums of these numbers over the nodes.
     """
 
     reached: int = 0
@@ -45,8 +48,8 @@ class LayerCounters(NamedTuple):
     accepted: int = 0
     passed: int = 0
     needed: int = 0
-    drafted_second: int = 0
-    accepted_second: int = 0
+    drafted_by: int = 0
+    accepted_by: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ from dsbd_cli.engine.protocols import ForestModel, KernelModel, TextCodec
 from dsbd_cli.engine.verify.rules import make_rule
 from dsbd_cli.errors import RowError, UsageError
 from dsbd_cli.ops.interface import Ops, host_reads
-from dsbd_cli.ops.select import ITERATION
+from dsbd_cli.ops.select import ITERATION, suffix_missing
 from dsbd_cli.requests import EngineInfo, NumberedRequests, Piece, Request, RequestResult
 
 Item = TypeVar("Item")
@@ -103,6 +103,8 @@ class Engine:
         check_engine_options(method, batch_size, on_too_long, log_steps, cuda_graphs, kernels)
         name = None if draft is None else (info.draft if info is not None else None) or type(draft).__name__
         self.method = (method or MethodConfig()).fit_draft(name)
+        if self.method.assumed and not (target.invariant and host_reads(target.device) and suffix_missing() is None):
+            self.method = self.method.without_drafts()
         if batch_size is not None and batch_size < 1:
             message = f"batch_size is {batch_size}, but must be 1 or more"
             raise UsageError(message, field="batch_size", value=batch_size, expected="1 or more")
@@ -316,6 +318,7 @@ class Engine:
             )
             yield from loop.run()
         finally:
+            self._drafter.run_ended()
             _in_use.difference_update(models)
 
     def _refuse_stopped(self) -> None:

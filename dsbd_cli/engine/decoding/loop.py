@@ -123,7 +123,7 @@ class Loop(Generic[Item]):
         self.planner.observe(
             Observation(shape, requests, layers, seconds_of_all, draft_work, self.stepper.steady, gate)
         )
-        names = self.method.drafter_names if "+" in self.method.drafter else ()
+        names = self.drafter.sources
         for row, job in running:
             counters = report.rows[row]
             record_iteration(job, counters, report.layers[row], seconds, len(running), nodes, self.log_steps, names)
@@ -153,6 +153,7 @@ class Loop(Generic[Item]):
             }
         for row, result in results.items():
             job = jobs[row]
+            self.drafter.row_ended(job.prompt, [hypothesis.token_ids for hypothesis in result.hypotheses])
             following = next_window(job, result, self.codec)
             if isinstance(following, RequestState):
                 self.queue.waiting.appendleft(following)

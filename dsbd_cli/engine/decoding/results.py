@@ -18,7 +18,7 @@ from dsbd_cli.engine.constraints.grammar import GrammarCompiler
 from dsbd_cli.engine.constraints.legal import FREE
 from dsbd_cli.engine.constraints.stops import find_stop
 from dsbd_cli.engine.core.beams import Finished
-from dsbd_cli.engine.core.report import LayerCounters, RowCounters
+from dsbd_cli.engine.core.report import SOURCE_BITS, LayerCounters, RowCounters
 from dsbd_cli.engine.core.topk import NEG_INF
 from dsbd_cli.engine.iteration.batch_state import BatchState
 from dsbd_cli.engine.iteration.request_state import RequestState
@@ -285,7 +285,7 @@ def record_iteration(
     drafters: tuple[str, ...] = (),
 ) -> None:
     """Add one iteration to a request's statistics. seconds: of the whole iteration, shared by `num_requests` requests.
-    drafters: names of the two drafters, where there are two."""
+    drafters: names that drafted nodes are counted by, if they are."""
     stats = job.stats
     for layer in layers if drafters else ():
         for name, part in _by_drafter(layer, drafters).items():
@@ -333,9 +333,15 @@ def record_iteration(
 
 
 def _by_drafter(layer: LayerCounters, drafters: tuple[str, ...]) -> dict[str, DrafterStats]:
-    """Return the drafted and accepted nodes of a layer by drafter; empty where there are not two."""
-    if len(drafters) != 2:
+    """Return the drafted and accepted nodes of a layer by drafter or source, as `LayerNodes.drafter_id` numbers them.
+    The first has those that no other has. An empty name has none."""
+    if not drafters:
         return {}
-    drafted, accepted = layer.drafted_second, layer.accepted_second
-    first = DrafterStats(layer.drafted - drafted, layer.accepted - accepted)
-    return {drafters[0]: first, drafters[1]: DrafterStats(drafted, accepted)}
+    counts = {}
+    drafted, accepted = layer.drafted, layer.accepted
+    for number, name in enumerate(drafters[1:]):
+        shift, mask = SOURCE_BITS * number, (1 << SOURCE_BITS) - 1
+        if name:
+            counts[name] = DrafterStats((layer.drafted_by >> shift) & mask, (layer.accepted_by >> shift) & mask)
+            drafted, accepted = drafted - counts[name].drafted, accepted - counts[name].accepted
+    return {drafters[0]: DrafterStats(drafted, accepted), **counts}

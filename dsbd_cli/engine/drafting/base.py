@@ -3,7 +3,7 @@ logits of its own iteration."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +17,7 @@ from dsbd_cli.engine.core.beams import Beams
 from dsbd_cli.engine.core.candidates import Candidates
 from dsbd_cli.engine.core.distribution import Warp
 from dsbd_cli.engine.core.forest import Forest
-from dsbd_cli.engine.core.forest_buffer import ForestBuffer, TensorBuffer
+from dsbd_cli.engine.core.forest_buffer import ForestBuffer, KernelBuffer, TensorBuffer, warp_flags
 from dsbd_cli.engine.core.nodes import DistributionScope, DraftDistribution, LayerNodes, at_nodes
 from dsbd_cli.engine.core.noise import extend_path
 from dsbd_cli.engine.core.pool import match_pairs
@@ -148,6 +148,8 @@ class Drafter:
             drafter has no model, or one with a cache of its own.
         on_host: the drafter works on the host, so an iteration cannot be captured as a CUDA graph.
         calls: number of draft forwards of the last proposal.
+        sources: names that drafted nodes are counted by: of the first drafter, of the second one, of further sources of
+            the first. A name may be empty. Without names nothing is counted.
         needs_text: the drafter reads context.prompts.
         by_kernel: kernels can write its forest.
     """
@@ -155,6 +157,7 @@ class Drafter:
     model: ForestModel | None = None
     on_host: bool = False
     calls: int = 0
+    sources: tuple[str, ...] = ()
     needs_text: bool = False
     by_kernel: bool = False
 
@@ -179,6 +182,12 @@ class Drafter:
         On a GPU propose and learn are captured as parts of a CUDA graph. No Python runs at a replay, so a tensor that
         is kept from one iteration for the next must be written in place.
         """
+
+    def row_ended(self, prompt: Sequence[int], texts: Sequence[Sequence[int]]) -> None:
+        """Learn from a row that is done. prompt: its tokens. texts: those of its hypotheses, best first."""
+
+    def run_ended(self) -> None:
+        """Keep for the next run what this one has taught. Raises UsageError where it cannot be written."""
 
     def select(self, rows: Tensor) -> None:
         """Keep only these rows [n] int64 of the batch, in this order. A drafter that keeps data of each row overrides
@@ -282,6 +291,23 @@ def children(
     assert layer + 1 == len(buffer.written), "a buffer holds one forest"
     buffer.written.append(made)
     return forest.add(distribution)
+
+
+def extend(context: DraftContext, buffer: KernelBuffer, forest: Forest, layer: int, candidates: Candidates) -> bool:
+    """Draft layer + 1 from candidates of the nodes of `layer` with a kernel. Return False where the gate has ended the
+    forest. Raises EngineStopped where the engine was asked to stop."""
+    if context.stopping():
+        raise EngineStopped
+    if context.gate is not None:
+        nodes = forest.layers[layer]
+        weight = nodes.weight.unsqueeze(-1) + candidates.logprobs.nan_to_num(nan=NEG_INF, neginf=NEG_INF)
+        if not goes_on(context, forest, pair_confidence(context, nodes, weight)):
+            return False
+    endings, warp = context.endings, context.warp
+    flags = warp_flags(warp, stops=endings.stops.used, warps=context.sampler.random)
+    buffer.extend(layer, candidates, endings.tensors, warp, flags, context.record_distribution)
+    forest.add(buffer.drafted_distribution(layer, candidates))
+    return True
 
 
 def following(context: DraftContext, nodes: LayerNodes, above: Tensor, token: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from dsbd_cli.engine.constraints.legal import NodePaths
 from dsbd_cli.engine.core.candidates import Candidates
 from dsbd_cli.engine.core.distribution import pool_distribution
 from dsbd_cli.engine.core.forest import Forest
-from dsbd_cli.engine.core.forest_buffer import KernelBuffer, TensorBuffer, warp_flags
+from dsbd_cli.engine.core.forest_buffer import KernelBuffer, TensorBuffer
 from dsbd_cli.engine.core.nodes import DraftDistribution
 from dsbd_cli.engine.core.pool import DraftRequest
 from dsbd_cli.engine.core.topk import NEG_INF
@@ -18,9 +18,9 @@ from dsbd_cli.engine.drafting.base import (
     DraftContext,
     Drafter,
     DrafterInputs,
-    EngineStopped,
     LayerDrafts,
     children,
+    extend,
     goes_on,
     pair_confidence,
     record_distribution,
@@ -63,7 +63,8 @@ class BeamDrafter(Drafter):
         for layer in range(context.depth):
             logits = self.forward(context, forest, layer)
             if isinstance(context.buffer, KernelBuffer):
-                if not self._extend(context, context.buffer, forest, layer, logits):
+                candidates = draft_candidates(context, forest, layer, logits)
+                if not extend(context, context.buffer, forest, layer, candidates):
                     break
             else:
                 drafts, distribution = self.drafts(context, forest, layer, logits, context.drafts_per_layer)
@@ -120,25 +121,6 @@ class BeamDrafter(Drafter):
             confidence=pair_confidence(context, nodes, weight),
         )
         return drafts, record_distribution(candidates, log_q, index, valid) if context.record_distribution else None
-
-    def _extend(
-        self, context: DraftContext, buffer: KernelBuffer, forest: Forest, layer: int, logits: DraftLogits
-    ) -> bool:
-        """Do the work of `drafts`, `goes_on` and `children` with a kernel. Return False where the gate has ended the
-        forest. Raises EngineStopped where the engine was asked to stop."""
-        if context.stopping():
-            raise EngineStopped
-        candidates = draft_candidates(context, forest, layer, logits)
-        if context.gate is not None:
-            nodes = forest.layers[layer]
-            weight = nodes.weight.unsqueeze(-1) + candidates.logprobs.nan_to_num(nan=NEG_INF, neginf=NEG_INF)
-            if not goes_on(context, forest, pair_confidence(context, nodes, weight)):
-                return False
-        endings, warp = context.endings, context.warp
-        flags = warp_flags(warp, stops=endings.stops.used, warps=context.sampler.random)
-        buffer.extend(layer, candidates, endings.tensors, warp, flags, context.record_distribution)
-        forest.add(buffer.drafted_distribution(layer, candidates))
-        return True
 
 
 def draft_calls(context: DraftContext, forest: Forest) -> int:

@@ -22,7 +22,9 @@ def make_drafter(inputs: DrafterInputs) -> Drafter:
     second = more[0]
     if not isinstance(first, BeamDrafter | PathDrafter) or not isinstance(second, PathDrafter):
         raise UsageError(f"drafter {method.drafter} cannot be used: two are fused only where the second looks paths up")
-    return FusionDrafter(first, second, method.second_share, method.value(FUSION_TOP_K))
+    fused = FusionDrafter(first, second, method.second_share, method.value(FUSION_TOP_K))
+    fused.sources = method.drafter_names
+    return fused
 
 
 def _made(name: str, inputs: DrafterInputs) -> Drafter:

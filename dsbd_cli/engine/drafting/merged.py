@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dsbd_cli.engine.core.candidates import CandidateCount, top_candidates
 from dsbd_cli.engine.core.forest import Forest
+from dsbd_cli.engine.core.report import SECOND
 from dsbd_cli.engine.core.topk import NEG_INF
 from dsbd_cli.engine.drafting.base import DraftContext, Drafter, LayerDrafts, children, goes_on, merge_nodes
 from dsbd_cli.engine.drafting.beam import BeamDrafter, draft_calls
@@ -33,6 +34,7 @@ class FusionDrafter(Drafter):
         self._first, self._second, self._share, self._top_k = first, second, share, top_k
         self.model = first.model
         self.on_host = first.on_host or second.on_host
+        self.row_ended, self.run_ended = second.row_ended, second.run_ended  # type: ignore[method-assign]
 
     def propose(self, context: DraftContext) -> Forest:
         """Draft one forest with both drafters. At least K - share nodes of a layer are the first one's."""
@@ -61,7 +63,7 @@ class FusionDrafter(Drafter):
                 break
             fused, column = merge_nodes(drafts, looked_up, priority, count)
             other.follow(column)
-            children(context, forest, layer, fused, distribution).drafter_id[:, own:] = 1
+            children(context, forest, layer, fused, distribution).drafter_id[:, own:] = SECOND
         if isinstance(first, BeamDrafter):
             self.calls = draft_calls(context, forest)
         return forest

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.engine.core.forest import Forest
-from dsbd_cli.engine.core.report import LayerCounters
+from dsbd_cli.engine.core.report import SECOND, LayerCounters
 from dsbd_cli.engine.core.topk import NEG_INF, best_first
 from dsbd_cli.engine.iteration.batch_state import BatchState, Limits
 from dsbd_cli.engine.verify.base import LayerDraws, LayerView
@@ -189,7 +189,7 @@ def counters(forest: Forest, layers: Verified, active: Tensor) -> Tensor:
     node, valid = layers.live.node[:, :depth], layers.live.valid[:, :depth]
     offset = forest.num_beams + forest.drafts_per_layer * torch.arange(depth, device=node.device)
     column = torch.where(valid & (node >= 0), node - offset.unsqueeze(1), -1)  # [R, D, W]
-    accepted, second = column >= 0, drafter_id.gather(2, column.clamp(min=0)) == 1
+    accepted, drafted_by = column >= 0, drafter_id.gather(2, column.clamp(min=0))
     columns = [  # in the order of LayerCounters
         reached,
         drafted.sum(2),
@@ -197,8 +197,8 @@ def counters(forest: Forest, layers: Verified, active: Tensor) -> Tensor:
         layers.width[:, :depth],
         layers.accepted[:, :depth],
         passed & reached,
-        torch.where(second, 0, column + 1).amax(2) * passed,
+        torch.where(drafted_by == SECOND, 0, column + 1).amax(2) * passed,
         (drafter_id * drafted).sum(2),
-        (accepted & second).sum(2),
+        (accepted * drafted_by).sum(2),
     ]
     return torch.stack([column.to(torch.int64) for column in columns], 2)

@@ -29,5 +29,5 @@ def loop(calls: Tensor) -> Callable[[], object]:
 @functools.cache
 def compiled() -> CpuKernel:
     """Return the loop, made at the first call."""
-    (kernel,) = kernels("program", "run")
+    (kernel,) = kernels("layer", "run")
     return kernel

@@ -308,7 +308,7 @@ def verify_kernel(
             tl.store(column_of + 4, accepted.to(tl.int64))
             tl.store(column_of + 5, passed.to(tl.int64))
             tl.store(column_of + 6, tl.where(passed, needed, 0).to(tl.int64))
-            tl.store(column_of + 8, tl.sum((is_node & (n_drafter_id == 1)).to(tl.int64), 0))
+            tl.store(column_of + 8, tl.sum(tl.where(is_node, n_drafter_id, 0), 0))
         tl.store(verified_before + (row * (depth + 1) + layer) * beams + w, node.to(tl.int64), mask=kept)
         # what ended here, best first, and live draws that the length limit ends
         steps += 1

@@ -78,7 +78,7 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> str:
     results = engine.run(request(i, 60) for i in range(40))
     corpus = CorpusTokens(hypothesis.token_ids for result in results for hypothesis in result.hypotheses)
     with path.open("wb") as stream:
-        write_index(stream, corpus, NumberCodec(VOCABULARY).token_bytes())
+        write_index(stream, corpus.tokens, NumberCodec(VOCABULARY).token_bytes())
     return str(path)
 
 
@@ -172,7 +172,7 @@ def test_rejection_has_the_exact_distribution_with_every_drafter(
     index = tmp_path / "index"
     corpus = [[a, b, c, b, a] for a in range(vocabulary) for b in range(vocabulary) for c in range(vocabulary)]
     with index.open("wb") as stream:
-        write_index(stream, CorpusTokens(corpus), NumberCodec(vocabulary).token_bytes())
+        write_index(stream, CorpusTokens(corpus).tokens, NumberCodec(vocabulary).token_bytes())
     engine = make_engine(
         options,
         str(index),

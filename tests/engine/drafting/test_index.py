@@ -1,62 +1,59 @@
-"""The index file: sorted rightly, mapped back as written, and refused where it cannot be used.
+"""The index file: read back as written, replaced whole, and refused where it cannot be used.
 
-Guards: suffixes that compare past a document's end, a file cut off by a full disk, ids of another tokenizer.
+Guards: a file cut off by a full disk, ids of another tokenizer, an older file lost while a new one is written.
 """
 
 from __future__ import annotations
 
-import random
 import resource
-import tracemalloc
 from collections.abc import Callable
 from io import BufferedWriter
 from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from dsbd_cli.engine.drafting.index import BODY, SORTED, CorpusTokens, open_index, sort_suffixes, write_index
+from dsbd_cli.engine.drafting.index import BODY, CorpusTokens, read_index, replace_index, write_index
 from dsbd_cli.errors import OutputError, UsageError
 from dsbd_cli.io.lines.replace import replacing
 
 TOKENS = [f"{number} ".encode() for number in range(50)]
 
 
-@pytest.mark.parametrize(("size", "letters"), [(1, 1), (2, 1), (70, 1), (300, 2), (300, 40), (33, 2)])
-def test_suffixes_are_sorted_by_their_first_tokens(size: int, letters: int) -> None:
-    draw = random.Random(size + letters)
-    tokens = [draw.choice([-1, *range(letters)]) for _ in range(size)]
-    order = sort_suffixes(np.array(tokens, dtype=np.int32))
-    assert order.tolist() == sorted(range(size), key=lambda start: (tokens[start : start + SORTED], start))
-
-
-def test_sorting_stays_in_the_memory_that_is_documented_and_says_what_it_does() -> None:
-    """32 bytes per token: 4 of the tokens, at most 4 that argsort takes by itself, and 24 that numpy tells of."""
-    tokens = np.random.default_rng(0).integers(0, 2000, 400_000, dtype=np.int32)
-    said: list[str] = []
-    tracemalloc.start()
-    sort_suffixes(tokens, said.append)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak <= 24 * len(tokens) + 100_000
-    assert said[0] == "sorting suffixes by 2 tokens"
+def tokens_of(documents: list[list[int]]) -> NDArray[np.int32]:
+    return CorpusTokens(documents).tokens
 
 
 def written(path: Path, documents: list[list[int]]) -> Path:
     with replacing(path) as stream:
         buffered = BufferedWriter(stream)
-        write_index(buffered, CorpusTokens(documents), TOKENS)
+        write_index(buffered, tokens_of(documents), TOKENS)
         buffered.detach()
     stream.close()
     return path
 
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
-    index = open_index(written(tmp_path / "i", [[1, 2, 3], [], [2, 3]]), TOKENS)
-    assert index.tokens.tolist() == [1, 2, 3, -1, -1, 2, 3, -1]
-    assert index.tokens.dtype == index.suffixes.dtype == np.int32
-    assert index.suffixes.tolist() == sort_suffixes(np.array(index.tokens)).tolist()
-    assert isinstance(index.tokens, np.memmap)
+    tokens = read_index(written(tmp_path / "i", [[1, 2, 3], [], [2, 3]]), TOKENS)
+    assert tokens.tolist() == [1, 2, 3, -1, -1, 2, 3, -1]
+    assert tokens.dtype == np.int32
+    assert [path.name for path in tmp_path.iterdir()] == ["i"]
+
+
+def test_a_file_that_is_replaced_stays_until_the_new_one_is_whole(tmp_path: Path) -> None:
+    path = written(tmp_path / "i", [[1, 2]])
+    old = path.read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2 * BODY, hard))
+    try:
+        with pytest.raises(UsageError, match=r"i cannot be written: File too large"):
+            replace_index(path, TOKENS, tokens_of([[1, 2, 3] * 999]))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert path.read_bytes() == old
+    replace_index(path, TOKENS, tokens_of([[4]]))
+    assert read_index(path, TOKENS).tolist() == [4, -1]
     assert [path.name for path in tmp_path.iterdir()] == ["i"]
 
 
@@ -80,19 +77,24 @@ def wild_token(data: bytes) -> bytes:
     return data[:BODY] + b"\x33\0\0\0" + data[BODY + 4 :]
 
 
-def wild_suffix(data: bytes) -> bytes:
-    return data[:-4] + b"\xff\xff\xff\x7f"
+def other_token(data: bytes) -> bytes:
+    return data[:BODY] + b"\x02\0\0\0" + data[BODY + 4 :]
+
+
+def older(data: bytes) -> bytes:
+    return data[:8] + b"\x01" + data[9:]
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (cut, "cut off or damaged"),
-        (longer, "cut off or damaged"),
+        (cut, "has 80 bytes instead of 84"),
+        (longer, "has 88 bytes instead of 84"),
         (other_magic, "is no index"),
         (other_count, "damaged in its header"),
-        (wild_token, "ids out of range"),
-        (wild_suffix, "ids out of range"),
+        (wild_token, "is damaged"),
+        (other_token, "is damaged"),
+        (older, "has format 1, but this dsbd reads 2"),
         (lambda data: b"", "is no index"),
         (lambda data: data[:20], "damaged in its header"),
     ],
@@ -101,15 +103,15 @@ def test_a_damaged_file_is_refused(damage: Callable[[bytes], bytes], message: st
     path = written(tmp_path / "i", [[1, 2, 3, 4]])
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(UsageError, match=message):
-        open_index(path, TOKENS)
+        read_index(path, TOKENS)
 
 
 def test_another_tokenizer_or_no_file_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path / "i", [[1, 2]])
     with pytest.raises(UsageError, match="another tokenizer"):
-        open_index(path, [*TOKENS[:-1], b"else"])
+        read_index(path, [*TOKENS[:-1], b"else"])
     with pytest.raises(UsageError, match="cannot be read: No such file"):
-        open_index(tmp_path / "nothing", TOKENS)
+        read_index(tmp_path / "nothing", TOKENS)
 
 
 def test_an_empty_corpus_and_a_bad_place_are_refused(tmp_path: Path) -> None:

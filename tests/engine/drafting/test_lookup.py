@@ -1,7 +1,6 @@
 """The drafters that read the text, as tensors, against scalar references written from their descriptions.
 
-Guards: an index off by one at the end of a context, a match across rows or beams, a tree cut in the wrong order, a
-binary search that ends beside its range.
+Guards: an index off by one at the end of a context, a match across rows or beams, a tree cut in the wrong order.
 """
 
 from __future__ import annotations
@@ -18,13 +17,14 @@ from dsbd_cli.engine.core.beams import Beams
 from dsbd_cli.engine.core.forest_buffer import ForestSizes, TensorBuffer
 from dsbd_cli.engine.core.slots import SlotTable
 from dsbd_cli.engine.drafting.base import DraftContext, Endings
-from dsbd_cli.engine.drafting.index import CorpusIndex, CorpusTokens, sort_suffixes
+from dsbd_cli.engine.drafting.index import CorpusTokens
 from dsbd_cli.engine.drafting.ngram import BEST_LOGPROB, LOGPROB_STEP, PLACES, NgramDrafter
 from dsbd_cli.engine.drafting.paths import PathDrafter, Paths
-from dsbd_cli.engine.drafting.retrieval import HITS, LONGEST, RetrievalDrafter
+from dsbd_cli.engine.drafting.suffix import SuffixDrafter
 from dsbd_cli.engine.drafting.text import PromptTable, contexts, suffix
 from dsbd_cli.engine.verify.coupled import Coupled
 from dsbd_cli.engine.verify.search import Search
+from dsbd_cli.ops.select import suffix_index
 from tests.helpers.layers import warp_of
 
 CPU = torch.device("cpu")
@@ -199,51 +199,10 @@ def make_corpus(seed: int) -> CorpusTokens:
     return CorpusTokens([draw.randint(1, 4) for _ in range(draw.randint(0, 60))] for _ in range(12))
 
 
-def source_of(corpus: CorpusTokens) -> RetrievalDrafter:
-    tokens = torch.tensor(corpus.ids, dtype=torch.int32).numpy()
-    return RetrievalDrafter(CorpusIndex(tokens, sort_suffixes(tokens)), CPU)
-
-
-def hits(corpus: list[int], text: list[int], depth: int) -> list[tuple[int, ...]]:
-    """Continuations of the longest suffix that occurs, in the order of the sorted suffixes."""
-    for size in range(min(LONGEST, len(text)), 1, -1):
-        tail = text[-size:]
-        places = [i for i in range(len(corpus)) if corpus[i : i + size] == tail]
-        if places:
-            places.sort(key=lambda i: (corpus[i : i + 32], i))
-            if len(places) > HITS:
-                places = [places[h * len(places) // HITS] for h in range(HITS)]
-            return [tuple(_until_separator(corpus[i + size : i + size + depth])) for i in places]
-    return []
-
-
-def _until_separator(tokens: list[int]) -> list[int]:
-    return tokens[: tokens.index(-1)] if -1 in tokens else tokens
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_retrieval_is_its_scalar_reference(seed: int) -> None:
-    corpus = make_corpus(seed)
-    texts = random_texts(seed)
-    texts[0][0][-5:] = list(corpus.ids)[10:15] if -1 not in list(corpus.ids)[10:15] else texts[0][0][-5:]
-    paths = source_of(corpus).paths(make_context(texts, 3, 5, 4))
-    for row, beams in enumerate(texts):
-        expected = []
-        for beam, own in enumerate(beams):
-            continuations = hits(list(corpus.ids), own, 4)
-            expected += [(beam, tokens, 1 / len(beams) / len(continuations)) for tokens in continuations if tokens]
-        assert _same(as_lists(paths, row), expected)
-
-
-def test_more_hits_than_are_looked_at_keep_their_shares() -> None:
-    """1 2 is followed by 3 in three of four of 400 places."""
-    corpus = CorpusTokens([1, 2, 4 if number % 4 == 0 else 3, 5] for number in range(400))
-    paths = source_of(corpus).paths(make_context([[[3, 3, 1, 2]]], 3, 4, 2))
-    share: Counter[tuple[int, ...]] = Counter()
-    for _, tokens, weight in as_lists(paths, 0):
-        share[tokens] += weight
-    assert share[3, 5] == pytest.approx(0.75, abs=0.02)
-    assert share[4, 5] == pytest.approx(0.25, abs=0.02)
+def source_of(corpus: CorpusTokens) -> SuffixDrafter:
+    index = suffix_index(len(corpus.ids))
+    index.insert(corpus.tokens[:-1])
+    return SuffixDrafter({"file": index}, 20)
 
 
 def tree_of(paths: list[tuple[int, tuple[int, ...], float]], depth: int, count: int) -> list[set[tuple[int, ...]]]:

@@ -17,7 +17,7 @@ from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.drafting.ngram import NgramDrafter
 from dsbd_cli.engine.drafting.paths import PathDrafter
 from dsbd_cli.requests import Request
-from tests.engine.drafting.test_lookup import make_context, make_corpus, source_of
+from tests.engine.drafting.test_lookup import make_context
 from tests.engine.drafting.test_trees import Grown, make
 from tests.helpers.toy import HashModel
 from tests.helpers.toys import NumberCodec
@@ -45,13 +45,8 @@ def test_reads_are_seen(read: Callable[[torch.Tensor], object]) -> None:
 TEXTS = [[[1, 2, 1, 2, 1]], [[3, 4, 3, 4, 3], [3, 4, 3, 4, 4]]]
 
 
-@pytest.mark.parametrize(
-    "drafter",
-    [NgramDrafter(4, recalls=False), source_of(make_corpus(0))],
-    ids=["ngram", "retrieval"],
-)
-def test_lookups_read_nothing(drafter: PathDrafter) -> None:
-    context = make_context(TEXTS, 3, 4, 3)
+def test_lookups_read_nothing() -> None:
+    context, drafter = make_context(TEXTS, 3, 4, 3), NgramDrafter(4, recalls=False)
     with NoReads():
         forest = PathDrafter.propose(drafter, context)
     assert forest.flat.valid.sum() > 3
@@ -78,7 +73,7 @@ def test_trees_read_nothing(name: str) -> None:
         Grown(drafter, 6, 3)
 
 
-NAMES = ["beam", "rsd-c", "rsd-s", "dynamic-tree", "ngram", "beam+ngram", "retrieval+ngram"]
+NAMES = ["beam", "rsd-c", "rsd-s", "dynamic-tree", "ngram", "beam+ngram", "suffix", "beam+suffix"]
 
 
 @pytest.mark.gpu

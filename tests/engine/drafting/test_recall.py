@@ -10,7 +10,8 @@ from dsbd_cli.engine.constraints.legal import DEAD
 from dsbd_cli.engine.core.candidates import Candidates
 from dsbd_cli.engine.core.forest import Forest
 from dsbd_cli.engine.drafting.base import DraftContext
-from dsbd_cli.engine.drafting.ngram import KEPT, NgramDrafter
+from dsbd_cli.engine.drafting.ngram import NgramDrafter
+from dsbd_cli.engine.drafting.recall import KEPT
 from dsbd_cli.engine.verify.search import Search
 from tests.engine.drafting.test_lookup import make_context
 

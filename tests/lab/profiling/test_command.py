@@ -451,7 +451,7 @@ def test_retrieval_is_profiled_with_its_index(dsbd: Dsbd, prompts: Path, tmp_pat
     corpus.extend(list(range(VOCABULARY)) * 4)
     corpus.end_document()
     with path.open("wb") as stream:
-        write_index(stream, corpus, NumberCodec(VOCABULARY, (3,)).token_bytes())
+        write_index(stream, corpus.tokens, NumberCodec(VOCABULARY, (3,)).token_bytes())
     words = ("--drafter", f"retrieval:{path}+ngram")
     done = dsbd("profile", "--input", str(prompts), *FEW, *words)
     assert (done.code, done.faults) == (0, [])

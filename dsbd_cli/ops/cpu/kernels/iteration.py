@@ -368,9 +368,8 @@ def verify_row(at, row, work):
             if j >= 0:
                 put_whole(node, w, below + j)
                 accepted += 1
-                if whole(drafter_id, below + j) == 1:
-                    second += 1
-                else:
+                second += whole(drafter_id, below + j)
+                if whole(drafter_id, below + j) != 1:
                     needed = max(needed, j + 1)
         passed = layer < depth and held > 0 and accepted == held
         if layer < depth:

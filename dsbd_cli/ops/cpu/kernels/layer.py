@@ -1,4 +1,4 @@
-"""The kernels of layer.py in numba: one row at a time, in vectors of LANES numbers, computed in float32.
+"""The kernels of layer.py and program.py in numba: one row at a time, in vectors of LANES numbers, computed in float32.
 
 A number is rounded to the dtype of the model where transformers' modules round it. Addresses are int64. Nothing checks
 them here; layer.py does.
@@ -7,12 +7,17 @@ them here; layer.py does.
 from __future__ import annotations
 
 import math
+from typing import Any
 
+from llvmlite import ir
 from numba import njit, types
 
 from dsbd_cli.ops.cpu import layer as layer_ops
+from dsbd_cli.ops.cpu import program
 from dsbd_cli.ops.cpu.kernels.compiler import KernelCompiler
 from dsbd_cli.ops.cpu.kernels.simd import (
+    I32,
+    I64,
     LANES,
     add,
     divide,
@@ -26,7 +31,10 @@ from dsbd_cli.ops.cpu.kernels.simd import (
     load_f32,
     mul,
     nearest_bf16,
+    operation,
+    pointer,
     put_f32,
+    put_i64,
     root,
     smaller,
     splat,
@@ -38,10 +46,12 @@ from dsbd_cli.ops.cpu.kernels.simd import (
 )
 from dsbd_cli.ops.cpu.layer import DELTA, GATED, GATED_NORM, LAYOUT, NORM, OUTPUT_GATE, ROTATE, STEPS
 
-compiled = KernelCompiler("norms, rotations and activations", seconds=4, layout=LAYOUT)
+compiled = KernelCompiler("norms, rotations and activations", seconds=5, layout=LAYOUT + program.LAYOUT)
 
 # `at` is the address of the arguments that layer.py declares for a kernel, whose fields have these offsets.
 assert layer_ops.STEP == LANES
+P_COUNT, P_CALLS, P_TEAM = program.RUN
+P_CALL, P_WORD = 24, 8  # bytes of an entry of the table, and of its numbers
 (N_TAKEN, _, N_ITEMS, N_ROWS, N_SHARE, N_WIDTH, N_X, N_X_ROW, N_MORE, N_MORE_ROW, N_WEIGHT, N_OUT, N_SUMMED,
  N_UNIT_OFFSET, N_NARROW, N_EPS) = NORM  # fmt: skip
 (
@@ -391,3 +401,35 @@ def steps(at):
                 put_f32(get_i64(at + S_SIZES) + row * heads * 4 + past, size)
                 decay = get_f32(get_i64(at + S_DECAY) + past) * size
                 put_f32(get_i64(at + S_DECAYS) + row * heads * 4 + past, decay)
+
+
+# The loop of program.py: it runs kernels, one after another, each on its number of threads.
+
+
+@operation(types.void, types.int64, types.int64)
+def call(builder: Any, kernel: Any, arguments: Any) -> Any:
+    kind = ir.FunctionType(ir.VoidType(), [I64])
+    builder.call(pointer(builder, kernel, kind), [arguments])
+
+
+@operation(types.void, types.int64, types.int64, types.int64, types.int64)
+def call_together(builder: Any, team: Any, kernel: Any, arguments: Any, threads: Any) -> Any:
+    """Call a kernel on several threads. team: the address of GOMP_parallel."""
+    kind = ir.FunctionType(ir.VoidType(), [I64, I64, I32, I32])
+    call_arguments = [kernel, arguments, builder.trunc(threads, I32), ir.Constant(I32, 0)]
+    builder.call(pointer(builder, team, kind), call_arguments)
+
+
+@compiled.addressed
+def run(at):
+    """Run the kernels of the table. The two counters that begin a kernel's arguments are set to 0 before it runs."""
+    entry = get_i64(at + P_CALLS)
+    for _ in range(get_i64(at + P_COUNT)):
+        kernel, arguments, threads = get_i64(entry), get_i64(entry + P_WORD), get_i64(entry + 2 * P_WORD)
+        put_i64(arguments, 0)
+        put_i64(arguments + P_WORD, 0)
+        if threads == 1:
+            call(kernel, arguments)
+        else:
+            call_together(get_i64(at + P_TEAM), kernel, arguments, threads)
+        entry += P_CALL

@@ -1,0 +1,252 @@
+"""Suffix decoding (Oliaro et al. 2024, arXiv 2411.04975) for beams: drafts of what followed the last tokens of a beam
+before, in its own text, in the rows of the run that are done, and in a file. There is no model.
+
+Each beam has *streams*: continuations of earlier places whose last tokens are like its own. A stream weighs more the
+more tokens are alike, and streams that agree add up. A node's tokens have the shares of the streams that led to it,
+times a trust that grows with each token that was alike. So the trust of a layer says how deep drafts pay, and a gate
+can end them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dsbd_cli.config.variants import INDEX, OWN_TEXT, SUFFIX_CACHE, SUFFIX_CONTEXT, SUFFIX_MEMORY, SUFFIX_SOURCE
+from dsbd_cli.engine.constraints.legal import NO_TOKEN
+from dsbd_cli.engine.core.candidates import Candidates
+from dsbd_cli.engine.core.forest import Forest
+from dsbd_cli.engine.core.report import SOURCE_BITS
+from dsbd_cli.engine.core.topk import NEG_INF
+from dsbd_cli.engine.drafting.base import DraftContext, DrafterInputs
+from dsbd_cli.engine.drafting.index import Ids, read_index, replace_index
+from dsbd_cli.engine.drafting.paths import Paths, beam_share
+from dsbd_cli.engine.drafting.recall import RecallDrafter
+from dsbd_cli.engine.drafting.text import DECAY, LAST_SCORE, contexts, match_scores, suffix
+from dsbd_cli.errors import UsageError
+from dsbd_cli.ops.interface import SuffixIndex
+from dsbd_cli.ops.select import SUFFIX_BYTES, suffix_index, suffix_missing
+
+OWN_STREAMS, INDEX_STREAMS = 4, 12  # streams of a beam, from its own text and from each index
+COMPARED = 16  # last tokens that are compared in a beam's own text
+MOST_MATCH = 20.0  # tokens; a context that is alike in more is no better
+DOUBT, DOUBT_DECAY = 0.9, 0.8  # share of tokens that are not as expected, and its factor for each token that is alike
+MEGABYTE = 2**20
+
+
+@dataclass(slots=True)
+class Streams:
+    """Continuations of the beams.
+
+    Attributes:
+        tokens: [R, W, p, D] int64, NO_TOKEN behind their end. weight: [R, W, p] float32, logs, -inf: absent. match:
+            [R, W] float32, tokens that the best context is alike in. source: [p] int64, number of each stream's source.
+    """
+
+    tokens: Tensor
+    weight: Tensor
+    match: Tensor
+    source: Tensor
+
+
+class SuffixDrafter(RecallDrafter):
+    """A drafter of what followed in `sources`: the beam's own text (None), and indexes."""
+
+    on_host = True
+
+    def __init__(
+        self,
+        sources: dict[str, SuffixIndex | None],
+        longest: int,
+        *,
+        history: SuffixIndex | None = None,
+        keep: Callable[[Ids], None] | None = None,
+    ) -> None:
+        """sources: by name. longest: most tokens that are compared. history: the index that gets the rows that are
+        done; None: they are not kept. keep: writes it for the next run."""
+        super().__init__(recalls=True)
+        first, *others = (f"suffix:{name}" for name in sources)
+        self.sources = (first, "", *others) if others else ()
+        self._indexes, self._longest, self._history = list(sources.values()), longest, history
+        self._keep, self._last_prompt = keep, tuple[int, ...]()
+
+    def streams(self, context: DraftContext) -> Streams:
+        """Look the beams up in all sources."""
+        assert context.prompts is not None
+        text, length = contexts(context.prompts, context.beams)
+        parts = [
+            self._own(context, text, length) if index is None else self._looked_up(context, index, text, length)
+            for index in self._indexes
+        ]
+        numbers = [torch.full((part[1].shape[2],), number) for number, part in enumerate(parts)]
+        tokens, weight, match = zip(*parts, strict=True)
+        weights = torch.cat(weight, 2).masked_fill(~context.beams.valid.unsqueeze(2), NEG_INF)
+        return Streams(torch.cat(tokens, 2), weights, torch.stack(match).amax(0), torch.cat(numbers))
+
+    def _own(self, context: DraftContext, text: Tensor, length: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return tokens, weights and match of the streams of the beams' own texts, as in `Streams`. Some of the tokens
+        that are compared may differ. A stream that reaches the end goes on from its own beginning, because the text
+        has repeated itself so far."""
+        compared = min(self._longest, COMPARED)
+        score, start = match_scores(text, length, compared).topk(min(OWN_STREAMS, text.shape[2]), 2)
+        steps = torch.arange(context.depth)
+        period = (length.view(-1, 1, 1) - start).clamp(min=1).unsqueeze(-1)
+        at = (start.unsqueeze(-1) + steps % period).flatten(2)
+        alike = alike_tokens(score // text.shape[2])
+        weight = torch.where(score >= 0, math.log(2) * alike, NEG_INF)
+        match = torch.where(score >= 0, alike, 0.0).amax(2)
+        return text.gather(2, at).view(*start.shape, context.depth), weight, match
+
+    def _looked_up(
+        self, context: DraftContext, index: SuffixIndex, text: Tensor, length: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return tokens, weights and match of the streams of an index, as in `Streams`."""
+        rows, beams = text.shape[:2]
+        last = suffix(text, length, min(self._longest, int(MOST_MATCH)) + 2)
+        tokens, weight, match = index.look_up(last.flatten(0, 1).numpy(), self._longest, INDEX_STREAMS, context.depth)
+        return (
+            torch.from_numpy(tokens).to(torch.int64).view(rows, beams, INDEX_STREAMS, -1),
+            torch.from_numpy(weight).log().view(rows, beams, INDEX_STREAMS),
+            torch.from_numpy(match).view(rows, beams),
+        )
+
+    def paths(self, context: DraftContext) -> Paths:
+        """Return the streams as paths. A beam's share of the mass is divided by the streams' weights."""
+        streams = self.streams(context)
+        rows, beams, count = streams.weight.shape
+        share = torch.softmax(streams.weight, 2).nan_to_num(nan=0.0)
+        length = (streams.tokens >= 0).to(torch.int64).cumprod(-1).sum(-1)
+        return Paths(
+            root=torch.arange(beams).view(1, -1, 1).expand(rows, beams, count).flatten(1),
+            tokens=streams.tokens.clamp(min=0).flatten(1, 2),
+            length=torch.where(share > 0, length, 0).flatten(1),
+            weight=((beam_share(context.beams) + 1e-3).unsqueeze(2) * share).flatten(1),
+        )
+
+    def propose(self, context: DraftContext) -> Forest:
+        """Draft the K best pairs of every layer, down to the first layer that has none."""
+        forest = Forest(context.buffer)
+        if context.depth == 0:
+            return forest
+        streams = self.streams(context)
+        count = streams.weight.shape[2]
+        weight = streams.weight  # [R, n, p], of the streams that led to each node
+        doubt = DOUBT * DOUBT_DECAY**streams.match  # [R, n]
+        for layer in range(context.depth):
+            nodes = forest.layers[layer]
+            at = nodes.root.unsqueeze(-1).expand(-1, -1, count)
+            guess = streams.tokens[..., layer].gather(1, at)
+            guess = torch.where(weight > NEG_INF, guess, NO_TOKEN)
+            equal = (guess.unsqueeze(-1) == guess.unsqueeze(-2)) & (guess >= 0).unsqueeze(-1)
+            shares = torch.where(equal, weight.unsqueeze(-2), NEG_INF).logsumexp(-1)
+            total = torch.where(guess >= 0, weight, NEG_INF).logsumexp(-1, keepdim=True)
+            logprob = shares - total + torch.log1p(-doubt).unsqueeze(-1)
+            made = self.add_layer(context, forest, layer, guess, logprob)
+            if made is None:
+                break
+            # a child goes on in the streams that guessed its token, else in all of its parent
+            parent = made.parent - forest.offset(layer)
+            above = parent.unsqueeze(-1).expand(-1, -1, count)
+            parents, guessed = weight.gather(1, above), guess.gather(1, above) == made.token.unsqueeze(-1)
+            known = guessed.any(-1)
+            weight = torch.where(guessed | ~known.unsqueeze(-1), parents, NEG_INF)
+            doubt = doubt.gather(1, parent) * torch.where(known, DOUBT_DECAY, 1.0)
+            if self.sources:
+                best = streams.source[weight.argmax(-1)]
+                made.drafter_id.copy_(torch.where(known & (best > 0), 1 << (SOURCE_BITS * best), 0))
+        return forest
+
+    def learn(self, forest: Forest, candidates: Candidates) -> None:
+        """Keep the target's candidates of drafted nodes for the next iteration."""
+        if forest.depth:
+            super().learn(forest, candidates)
+        else:
+            self._recall = None
+
+    def row_ended(self, prompt: Sequence[int], texts: Sequence[Sequence[int]]) -> None:
+        """Insert a row that is done into the history: its prompt, as far as it differs from the one before, with the
+        best text, and what other texts have that no earlier one has."""
+        if self._history is None or not texts:
+            return
+        documents = [[*prompt[_ahead(prompt, [self._last_prompt]) :], *texts[0]]]
+        for rank, text in enumerate(texts[1:], 1):
+            whole = [*prompt[-COMPARED:], *text]
+            documents.append(whole[_ahead(text, texts[:rank]) + len(whole) - len(text) - len(prompt[-COMPARED:]) :])
+        self._last_prompt = tuple(prompt)
+        for document in documents:
+            self._history.insert(np.array(document, np.int32))
+
+    def run_ended(self) -> None:
+        """Write the history for the next run. Raises UsageError where it cannot be written."""
+        if self._keep is not None and self._history is not None and self._history.held:
+            self._keep(self._history.tokens)
+
+
+def _ahead(tokens: Sequence[int], others: Sequence[Sequence[int]]) -> int:
+    """Return where the last COMPARED tokens begin that `tokens` share with the beginning of another sequence."""
+    longest = 0
+    for other in others:
+        common = 0
+        while common < min(len(tokens), len(other)) and tokens[common] == other[common]:
+            common += 1
+        longest = max(longest, common)
+    return max(0, longest - COMPARED)
+
+
+def alike_tokens(score: Tensor) -> Tensor:
+    """Return how many equal last tokens have this score of `match_scores`: float32."""
+    rest = (1 - score.clamp(min=0) / LAST_SCORE * (1 - DECAY)).clamp(min=DECAY**MOST_MATCH)
+    return torch.log(rest) / math.log(DECAY)
+
+
+def make(inputs: DrafterInputs) -> SuffixDrafter:
+    """Make drafter `suffix`. Raises UsageError where a file cannot be used.
+
+    Rows that are done are looked up only under rules whose text does not depend on drafts.
+    """
+    method = inputs.method
+    source, cache = method.value(SUFFIX_SOURCE), method.value(SUFFIX_CACHE)
+    check_suffix_index()
+    sources: dict[str, SuffixIndex | None] = {"own": None}
+    history, keep = None, None
+    if source != OWN_TEXT and method.exactness == "same-text":
+        sources["rows"] = history = suffix_index(method.value(SUFFIX_MEMORY) * MEGABYTE // SUFFIX_BYTES)
+    if cache is not None:
+        assert history is not None, "checked by MethodConfig"
+        path, token_bytes = Path(cache), inputs.codec.token_bytes()
+        if path.exists():
+            history.insert(read_index(path, token_bytes)[:-1])
+        keep = partial(replace_index, path, token_bytes)
+    if source not in (None, OWN_TEXT):
+        sources["file"] = loaded(Path(str(source)), inputs)
+    return SuffixDrafter(sources, method.value(SUFFIX_CONTEXT), history=history, keep=keep)
+
+
+def make_retrieval(inputs: DrafterInputs) -> SuffixDrafter:
+    """Make drafter `retrieval`, which looks up in a file alone. Raises UsageError where it cannot be used."""
+    index = inputs.method.value(INDEX)
+    assert index is not None, "checked by MethodConfig"
+    check_suffix_index()
+    return SuffixDrafter({"file": loaded(Path(index), inputs)}, int(MOST_MATCH))
+
+
+def loaded(path: Path, inputs: DrafterInputs) -> SuffixIndex:
+    """Return the index of a file. Raises UsageError where it cannot be used."""
+    tokens = read_index(path, inputs.codec.token_bytes())
+    index = suffix_index(2 * len(tokens))
+    index.insert(tokens[:-1])
+    return index
+
+
+def check_suffix_index() -> None:
+    """Check that this machine can have a suffix index. Raises UsageError."""
+    missing = suffix_missing()
+    if missing is not None:
+        raise UsageError(f"drafter suffix cannot be used: {missing}")
