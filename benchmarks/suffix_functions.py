@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 
 def summarise_requests(lines: Iterable[str], slow_ms: float = 500.0) -> dict[str, dict[str, float]]:
@@ -273,7 +273,7 @@ def group_report(rows: Sequence[Mapping[str, str]], group_by: str, value: str) -
     return "\n".join("  ".join(line) for line in padded)
 
 
-EDITS = {
+EDITS: dict[Callable[..., object], tuple[str, str, str]] = {
     summarise_requests: (
         "Rename the variable `entry` to `record` everywhere.",
         "Add a parameter `separator: str | None = None`, and split each line at it.",
