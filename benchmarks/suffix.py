@@ -118,10 +118,11 @@ def requests(name: str, beams: int, options: argparse.Namespace) -> list[Request
 
 def variants(base: Engine, name: str, beams: int, options: argparse.Namespace) -> dict[str, Variant]:
     """Return an engine for each variant of a job, which share their model."""
-    grammars = [GRAMMAR] if JOBS[name].grammar is not None else []  # what the command takes where a grammar is given
     shape = {"depth": options.depth, "drafts_per_layer": options.drafts_per_layer}
     methods = {NONE: MethodConfig(rule="search", num_beams=beams, depth=0)}
-    for drafter in (*grammars, *options.drafters):
+    if JOBS[name].grammar is not None:  # as the command drafts where nothing is asked for
+        methods[GRAMMAR] = MethodConfig(rule="search", num_beams=beams, drafter=GRAMMAR)
+    for drafter in options.drafters:
         if drafter not in methods:
             methods[drafter] = MethodConfig(rule="search", num_beams=beams, drafter=drafter, **shape)
     return {drafter: Variant(base.replace(method=method)) for drafter, method in methods.items()}

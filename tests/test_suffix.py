@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks import suffix
 from benchmarks.suffix import NONE, Variant, arguments, compare, spelled
 from benchmarks.suffix_jobs import JOBS
 from dsbd_cli import Engine, load
@@ -42,6 +43,22 @@ def test_every_variant_has_its_line(base: Engine, beams: int) -> None:
         assert all(len(run["seconds"]) == 2 and run["tokens"] == runs[0]["tokens"] for run in runs)
         assert f"{name}, {beams} beam" in table
         assert table.count("\n|") == len(variants) + 2
+
+
+def test_a_drafter_that_keeps_rows_answers_the_day_before_first(base: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer, answered = Variant.answer, dict[str, list[str]]()
+
+    def note(variant: Variant, requests: list[Request]) -> list[RequestResult]:
+        answered.setdefault(variant.engine.method.drafter, []).extend(request.id for request in requests)
+        return answer(variant, requests)
+
+    monkeypatch.setattr(Variant, "answer", note)
+    monkeypatch.setattr(suffix, "KEEPS_ROWS", "ngram")
+    options = arguments().parse_args(["--rows", "1", "--new-tokens", "sql=2,sql-again=2"])
+    _, runs = compare(base, "sql-again", 1, options)
+    assert answered["ngram"] == ["sql-0", "sql-1", "sql-again-0", "sql-again-1"]
+    assert answered["beam"] == ["sql-again-0", "sql-again-1"]
+    assert [len(run["seconds"]) for run in runs] == [1, 1]
 
 
 def test_other_beams_end_the_run(base: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
