@@ -82,6 +82,11 @@ def gated(gate_up: Tensor, gelu: bool, clamped: ClampedGLU | None = None) -> Ten
     return recording.compute(compute)
 
 
+def relu2(x: Tensor) -> Tensor:
+    """Return the squares [..., I] of the positive numbers of x [..., I], and 0 for the others."""
+    return recording.compute(lambda: nn.functional.relu(x).square())
+
+
 def output_gate(attended: Tensor, gate: Tensor) -> Tensor:
     """Return attention [R, n, Q, E] times the sigmoid of a gate: [R, n, Q E], a factor for each number, or [R, n, Q],
     one for each head."""

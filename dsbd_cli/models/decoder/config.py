@@ -1,4 +1,4 @@
-"""A standard decoder in numbers: RMS norms, rotary positions, grouped attention, a gated MLP.
+"""A standard decoder in numbers: RMS norms, rotary positions, grouped attention, an MLP.
 
 Families differ in the numbers and switches of a `DecoderConfig` (families.py), which also say how their tensors are
 named (weights.py).
@@ -17,6 +17,7 @@ from dsbd_cli.ops.reference import Router
 
 PAIRS = ("mixer_scales", "mlp_scales")
 Mixing = Literal["attention", "recurrent", "both"]
+Ungated = Literal["relu2"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +149,7 @@ class DecoderConfig:
         hidden, inner, layers, heads, kv_heads, head_dim, vocabulary: sizes.
         eps: of the norms. unit_offset: the norms multiply by 1 + weight.
         gelu: the gate goes through gelu (tanh) in place of silu.
+        ungated: activation of MLPs and experts without a gate; None: they have one.
         qkv_bias, out_bias, mlp_bias: which products have a bias.
         head_norms: queries and keys are normalised head by head. norms_over_all_heads: over all heads together.
         pre_norms, post_norms: norms before and after attention and MLP.
@@ -193,6 +195,7 @@ class DecoderConfig:
     switch_position: int | None = None
     unit_offset: bool = False
     gelu: bool = False
+    ungated: Ungated | None = None
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False

@@ -14,6 +14,7 @@ from dsbd_cli.models.checkpoints.generation import positions_of
 from dsbd_cli.models.decoder.config import Rotary
 
 ACTIVATIONS = {"silu": False, "gelu_pytorch_tanh": True}  # activation -> whether it is gelu (in its form with tanh)
+UNGATED = {"arcee": "relu2"}  # families whose MLPs have no gate -> their activation
 ROTARY_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
 
 
@@ -32,7 +33,8 @@ def common_settings(config: Any, recurrent: bool = False) -> dict[str, Any]:
     activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
     if activation is None and recurrent:  # LFM2 has no other
         activation = "silu"
-    if activation not in ACTIVATIONS:
+    ungated = UNGATED.get(config.model_type)
+    if activation not in ACTIVATIONS if ungated is None else activation != ungated:
         raise UnfitError(f"its activation is {activation}, which is not known here")
     if getattr(config, "use_bidirectional_attention", None):
         raise UnfitError("its attention looks at later tokens")
@@ -69,7 +71,8 @@ def common_settings(config: Any, recurrent: bool = False) -> dict[str, Any]:
         "scale": dim**-0.5,
         "positions": positions_of(config, switching=switching),
         "switch_position": positions_of(config) if switching else None,
-        "gelu": ACTIVATIONS[activation],
+        "gelu": ACTIVATIONS.get(activation, False),
+        "ungated": ungated,
         "tied": bool(getattr(config, "tie_word_embeddings", False)),
     }
 
@@ -319,6 +322,7 @@ def _seed_oss(config: Any) -> dict[str, Any]:
 
 DENSE: dict[str, Callable[[Any], dict[str, Any]]] = {
     "llama": _llama,
+    "arcee": _llama,
     "mistral": _as_common,
     "ministral": _as_common,
     "smollm3": _smollm3,

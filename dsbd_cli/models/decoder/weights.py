@@ -121,7 +121,8 @@ class LayerWeights:
     """Weights of one layer.
 
     Norms are [hidden]; head_norms, of queries and of keys, are [head_dim] or as wide as all heads. qkv: queries, keys
-    and values, and an output gate where there is one. gate_up, down: of the MLP, or of the shared expert of a mixture.
+    and values, and an output gate where there is one. gate_up, down: of the MLP, or of the shared expert of a mixture;
+    without a gate the first is up alone.
     query_weight: [head_dim], what rotated queries are multiplied by. sinks: [heads]. None: the layer lacks it.
     """
 
@@ -328,10 +329,12 @@ class WeightReader:
         inner, fused = config.inner_of(number), config.fused_gate_up
         if not inner:
             return None, None
-        gate_up, down = [self.name("gate_up")] if fused else [self.name("gate"), self.name("up")], self.name("down")
+        names = ["up"] if config.ungated else ["gate_up"] if fused else ["gate", "up"]
+        gate_up, down = [self.name(name) for name in names], self.name("down")
         if mixture is not None:
             *gate_up, down = (f"{mixture.shared_name}.{part}" for part in mixture.shared_parts)
-        sides = [(f"{at}{name}", 2 * inner // len(gate_up)) for name in gate_up]
+        width = inner if config.ungated else 2 * inner
+        sides = [(f"{at}{name}", width // len(gate_up)) for name in gate_up]
         return (
             self._joined(sides, config.hidden, bias=config.mlp_bias),
             self._joined([(f"{at}{down}", config.hidden)], inner, bias=config.mlp_bias),
