@@ -16,7 +16,7 @@ from torch import Tensor
 from dsbd_cli.ops.reference import Router
 
 PAIRS = ("mixer_scales", "mlp_scales")
-Mixing = Literal["attention", "recurrent", "both"]
+Mixing = Literal["attention", "recurrent", "both", "none"]
 Ungated = Literal["relu2"]
 
 
@@ -63,8 +63,8 @@ class MixtureConfig:
         biased: router and experts have biases. transposed: tensors of the experts are [E, inputs, outputs], and gates
             and values of the first product alternate.
         router_name, correction_name, experts_name, shared_name: of tensors, below a layer. parts: names of gate, up and
-            down below each expert; empty where one tensor holds gate and up, and one tensor all experts. shared_parts:
-            the same below the shared expert; two where one tensor holds gate and up.
+            down below each expert, or of up and down without a gate; empty where one tensor holds gate and up, and one
+            tensor all experts. shared_parts: the same below the shared expert; two where one tensor holds gate and up.
     """
 
     experts: int
@@ -169,12 +169,12 @@ class DecoderConfig:
         wide_rotary: angles, norms or the residual stream stay float32 where the rest is bfloat16, which our kernels do
             not do.
         mixture: of experts; None without one. mixtures: per layer, whether it has the mixture; empty without one.
-        mixers: per layer, how tokens are mixed: by attention, by a recurrent mixer, or by both side by side; empty: all
-            layers by attention.
+        mixers: per layer, how tokens are mixed: by attention, by a recurrent mixer, by both side by side, or not at all;
+            empty: all layers by attention.
         mixer: the recurrent mixers; None where no layer has one.
         output_gate: what a sigmoid gate multiplies the output of attention by: `channels`: a factor for each number,
             from the product of the queries; `heads`: one for each head, from a product of its own. None: there is none.
-        has_mlp: layers have an MLP.
+        one_part: a layer either mixes tokens or has an MLP or a mixture of experts, behind its one norm.
         mixer_scales: factors of the outputs of the recurrent mixer and of attention, where they are side by side.
         mlp_scales: factors of the gate, before its activation, and of the output.
     """
@@ -222,7 +222,7 @@ class DecoderConfig:
     mixers: tuple[Mixing, ...] = ()
     mixer: MixerConfig | None = None
     output_gate: Literal["channels", "heads"] | None = None
-    has_mlp: bool = True
+    one_part: bool = False
     mixer_scales: tuple[float, float] = (1.0, 1.0)
     mlp_scales: tuple[float, float] = (1.0, 1.0)
 
@@ -249,11 +249,11 @@ class DecoderConfig:
 
     def attends(self, layer: int) -> bool:
         """Return whether a layer attends."""
-        return not self.mixers or self.mixers[layer] != "recurrent"
+        return not self.mixers or self.mixers[layer] in ("attention", "both")
 
     def recurs(self, layer: int) -> bool:
         """Return whether a layer has a recurrent mixer."""
-        return bool(self.mixers) and self.mixers[layer] != "attention"
+        return bool(self.mixers) and self.mixers[layer] in ("recurrent", "both")
 
     @property
     def kinds(self) -> tuple[int | None, ...]:
@@ -286,5 +286,6 @@ class DecoderConfig:
 
     def inner_of(self, layer: int) -> int:
         """Return the width of a layer's MLP, or of the shared expert of its mixture; 0 without any."""
-        mixture = self.mixture_of(layer)
-        return (self.inner if self.has_mlp else 0) if mixture is None else mixture.shared
+        if (mixture := self.mixture_of(layer)) is not None:
+            return mixture.shared
+        return 0 if self.one_part and self.mixers[layer] != "none" else self.inner

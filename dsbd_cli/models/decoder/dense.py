@@ -14,12 +14,13 @@ from dsbd_cli.models.checkpoints.generation import positions_of
 from dsbd_cli.models.decoder.config import Rotary
 
 ACTIVATIONS = {"silu": False, "gelu_pytorch_tanh": True}  # activation -> whether it is gelu (in its form with tanh)
-UNGATED = {"arcee": "relu2"}  # families whose MLPs have no gate -> their activation
+UNGATED = {"arcee": "relu2", "nemotron_h": "relu2"}  # families whose MLPs have no gate -> their activation
 ROTARY_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
 
 
 # kinds of layers, as configs name them, that have a recurrent mixer in place of attention, or beside it
 RECURRENT_KINDS = frozenset(("linear_attention", "conv", "hybrid"))
+MLP_KINDS = frozenset(("mlp", "moe"))  # of layers that do not mix tokens
 
 
 class UnfitError(Exception):
@@ -30,7 +31,7 @@ def common_settings(config: Any, recurrent: bool = False) -> dict[str, Any]:
     """Return the settings that all families share. recurrent: of a family that may have recurrent layers."""
     heads, layers = config.num_attention_heads, config.num_hidden_layers
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
+    activation: Any = first_of(config, "hidden_activation", "hidden_act", "mlp_hidden_act")
     if activation is None and recurrent:  # LFM2 has no other
         activation = "silu"
     ungated = UNGATED.get(config.model_type)
@@ -42,7 +43,7 @@ def common_settings(config: Any, recurrent: bool = False) -> dict[str, Any]:
     kinds = getattr(config, "layer_types", None)
     strange = set(kinds or ()) - {"full_attention", "sliding_attention"}
     if recurrent:
-        strange -= RECURRENT_KINDS
+        strange -= RECURRENT_KINDS | MLP_KINDS
     if strange:
         raise UnfitError(f"it has {sorted(strange)[0]} layers")
     named = sorted(key for key in rope if isinstance(rope[key], Mapping))  # parameters of each kind of layer
@@ -64,17 +65,22 @@ def common_settings(config: Any, recurrent: bool = False) -> dict[str, Any]:
         "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
         "head_dim": dim,
         "vocabulary": config.vocab_size,
-        "eps": config.norm_eps if hasattr(config, "norm_eps") else config.rms_norm_eps,
+        "eps": first_of(config, "norm_eps", "rms_norm_eps", "layer_norm_epsilon"),
         "windows": tuple(window if slide else None for slide in slides),
         "rotaries": rotaries,
         "rotary": rotary,
         "scale": dim**-0.5,
         "positions": positions_of(config, switching=switching),
         "switch_position": positions_of(config) if switching else None,
-        "gelu": ACTIVATIONS.get(activation, False),
+        "gelu": ungated is None and ACTIVATIONS[activation],
         "ungated": ungated,
         "tied": bool(getattr(config, "tie_word_embeddings", False)),
     }
+
+
+def first_of(config: Any, *names: str) -> Any:
+    """Return the first of these settings that a config has; None without any."""
+    return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
 
 
 def rotary_of(config: Any, parameters: Mapping[str, Any], dim: int, kind: str | None) -> Rotary:

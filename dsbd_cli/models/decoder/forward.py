@@ -89,9 +89,11 @@ class Decoder:
             x, residual = self._enter(layer.input_norm, residual, branch)
             if number in watched:
                 copies[number] = recording.copy(residual)
-            branch = self._leave(layer.attention_norm, self._mixed(number, layer, x, inputs))
-            if layer.gate_up is not None or layer.mixture is not None:
+            if layer.mixes:
+                branch = self._leave(layer.attention_norm, self._mixed(number, layer, x, inputs))
+            if layer.mixes and layer.has_mlp:
                 x, residual = self._enter(layer.mlp_norm, residual, branch)
+            if layer.has_mlp:
                 branch = self._leave(layer.output_norm, self._mlp(layer, x))
         assert branch is not None
         if (count := self.config.layers) in watched:

@@ -141,6 +141,16 @@ class LayerWeights:
     query_weight: Tensor | None = None
 
     @property
+    def mixes(self) -> bool:
+        """Whether the layer mixes tokens, by attention or a recurrent mixer."""
+        return self.qkv is not None or self.mixer is not None
+
+    @property
+    def has_mlp(self) -> bool:
+        """Whether the layer has an MLP or a mixture of experts."""
+        return self.gate_up is not None or self.mixture is not None
+
+    @property
     def products(self) -> Iterator[tuple[str, Any, str]]:
         """All products: name, object that holds the product, and its field."""
         for name in ("qkv", "out"):
@@ -352,16 +362,17 @@ class WeightReader:
             _check(f"{at}{mixture.correction_name}", correction, (count,))
         names = [f"{at}{mixture.experts_name}.{number}." for number in range(count)]
         if mixture.parts and self._full_name(f"{names[0]}{mixture.parts[0]}.weight") is not None:
-            gate, up, down = mixture.parts
-            pairs = [(f"{name}{side}", inner) for name in names for side in (gate, up)]
+            *sides, down = mixture.parts
+            pairs = [(f"{name}{side}", inner) for name in names for side in sides]
             gate_up = self._joined(pairs, hidden, bias=False)
             outputs = self._joined([(f"{name}{down}", hidden) for name in names], inner, bias=False)
         elif self._full_name(f"{at}{mixture.experts_name}.gate_proj.weight") is not None:  # GGUF
-            first, second = (self._of_all(at, mixture, f"{part}_proj", inner, hidden) for part in ("gate", "up"))
-            gate_up = PlainLinear(_in_turn(first.weights, second.weights), _in_turn(first.biases, second.biases))
+            gate, up = (self._of_all(at, mixture, f"{part}_proj", inner, hidden) for part in ("gate", "up"))
+            gate_up = PlainLinear(_in_turn(gate.weights, up.weights), _in_turn(gate.biases, up.biases))
             outputs = self._of_all(at, mixture, "down_proj", hidden, inner)
         else:
-            gate_up = self._stacked(at, mixture, "gate_up_proj", "input_linear.weight", 2 * inner, hidden)
+            first, width = ("up_proj", inner) if self.config.ungated else ("gate_up_proj", 2 * inner)
+            gate_up = self._stacked(at, mixture, first, "input_linear.weight", width, hidden)
             outputs = self._stacked(at, mixture, "down_proj", "output_linear.weight", hidden, inner)
         gate_up.experts = outputs.experts = count
         shared_gate = None
@@ -449,7 +460,7 @@ class WeightReader:
     def _norms(self, number: int) -> list[str]:
         """Return the fields in LayerWeights of the norms of hidden states."""
         config = self.config
-        if not config.has_mlp and config.mixture is None:
+        if config.one_part:
             return ["input_norm"]
         if not config.pre_norms and not config.attends(number):  # OLMo hybrid's recurrent layers
             return ["input_norm", "mlp_norm"]
