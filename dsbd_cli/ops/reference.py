@@ -29,12 +29,14 @@ LOWEST = -80.0
 class Norm:
     """A division of vectors by their root mean square, and a product with a weight [H].
 
-    eps: is added to the mean square. unit_offset: the factor is 1 + weight, in float32, as Gemma has it.
+    eps: is added to the mean square. unit_offset: the factor is 1 + weight, in float32, as Gemma has it. wide: the
+    product with the weight is made in float32, as Nemotron-H has it. Norms of heads are not wide.
     """
 
     weight: Tensor
     eps: float
     unit_offset: bool = False
+    wide: bool = False
 
     def to(self, device: torch.device) -> Norm:
         """Return the same norm on a device."""
@@ -55,6 +57,8 @@ def _norm(rms: Norm, x: Tensor, more: Tensor | None) -> tuple[Tensor, Tensor]:
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + rms.eps)
     if rms.unit_offset:
         return (wide * (1.0 + rms.weight.to(torch.float32))).to(x.dtype), summed
+    if rms.wide:
+        return (wide * rms.weight.to(torch.float32)).to(x.dtype), summed
     return rms.weight * wide.to(x.dtype), summed
 
 

@@ -169,6 +169,14 @@ OWN: dict[str, tuple[str, dict[str, Any]]] = {
             "num_local_experts": 8, "num_experts_per_tok": 3,
         },
     ),
+    "nemotron-h moe": (
+        "NemotronHConfig",
+        {
+            **HEAD, "hidden_size": 64, "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+            "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2, "chunk_size": 8,
+            "n_routed_experts": 8, "moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 48,
+        },
+    ),
     "phi3 longrope": (
         "Phi3Config",
         {

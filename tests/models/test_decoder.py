@@ -65,9 +65,9 @@ NARROW_HEADS = "llama small head"  # kernels take half heads of 16
 # in bfloat16 their angles, or the residual stream, stay float32
 FLOAT_ANGLES = (
     *("olmo2", "olmo3", "flex olmo", "helium", "ernie4.5", "ernie4.5 moe"),
-    *("olmo hybrid", "olmo hybrid rotary", "lfm3", "lfm3 plain", "mamba2", "nemotron-h", "nemotron-h moe"),
+    *("olmo hybrid", "olmo hybrid rotary", "lfm3", "lfm3 plain", "mamba2"),
 )
-WITHOUT_CACHE = ("nemotron-h", "nemotron-h moe")  # transformers does not limit their step sizes where it reads its cache
+WITHOUT_CACHE = ("nemotron-h", "nemotron-h moe")  # transformers does not limit step sizes where it reads its cache
 
 
 def spec_for(folder: Path, role: Any = "target", dtype: str = "float32", **more: Any) -> ModelSpec:

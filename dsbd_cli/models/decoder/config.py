@@ -147,7 +147,8 @@ class DecoderConfig:
 
     Attributes:
         hidden, inner, layers, heads, kv_heads, head_dim, vocabulary: sizes.
-        eps: of the norms. unit_offset: the norms multiply by 1 + weight.
+        eps: of the norms. unit_offset: the norms multiply by 1 + weight. wide_norms: those of hidden states multiply in
+            float32.
         gelu: the gate goes through gelu (tanh) in place of silu.
         ungated: activation of MLPs and experts without a gate; None: they have one.
         qkv_bias, out_bias, mlp_bias: which products have a bias.
@@ -169,8 +170,8 @@ class DecoderConfig:
         wide_rotary: angles, norms or the residual stream stay float32 where the rest is bfloat16, which our kernels do
             not do.
         mixture: of experts; None without one. mixtures: per layer, whether it has the mixture; empty without one.
-        mixers: per layer, how tokens are mixed: by attention, by a recurrent mixer, by both side by side, or not at all;
-            empty: all layers by attention.
+        mixers: per layer, how tokens are mixed: by attention, by a recurrent mixer, by both side by side, or not at
+            all; empty: all layers by attention.
         mixer: the recurrent mixers; None where no layer has one.
         output_gate: what a sigmoid gate multiplies the output of attention by: `channels`: a factor for each number,
             from the product of the queries; `heads`: one for each head, from a product of its own. None: there is none.
@@ -194,6 +195,7 @@ class DecoderConfig:
     positions: int | None
     switch_position: int | None = None
     unit_offset: bool = False
+    wide_norms: bool = False
     gelu: bool = False
     ungated: Ungated | None = None
     qkv_bias: bool = False

@@ -273,7 +273,7 @@ def _nemotron_h(config: Any, common: Mapping[str, Any]) -> dict[str, Any]:
         ),
         "mlp_bias": bool(config.mlp_bias),
         "one_part": True,
-        "wide_rotary": True,
+        "wide_norms": True,
         "names": {
             **MAMBA2,
             **{name: f"mixer.{name}_proj" for name in ("q", "k", "v", "up", "down")},

@@ -267,7 +267,9 @@ class WeightReader:
     def norm(self, name: str, width: int, *, of_heads: bool = False) -> Norm:
         """Return a norm, with weights in the dtype that is computed in. of_heads: of what will be rotated."""
         weight = self.tensor(name, width).to(self.dtype)
-        return Norm(self._rotated_first(weight) if of_heads else weight, self.config.eps, self.config.unit_offset)
+        if of_heads:
+            return Norm(self._rotated_first(weight), self.config.eps, self.config.unit_offset)
+        return Norm(weight, self.config.eps, self.config.unit_offset, self.config.wide_norms)
 
     def layer(self, number: int, inputs: int | None = None) -> LayerWeights:
         """Return the weights of a layer. inputs: width of the input of queries, keys and values; None: hidden."""
