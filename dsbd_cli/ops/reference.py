@@ -91,6 +91,28 @@ def relu2(x: Tensor) -> Tensor:
     return recording.compute(lambda: nn.functional.relu(x).square())
 
 
+@dataclass(frozen=True, slots=True)
+class XIELU:
+    """The activation of Apertus: positive * x^2 + beta * x where x is positive, else
+    negative * (exp(min(x, most)) - 1 - x) + beta * x."""
+
+    positive: float
+    negative: float
+    beta: float
+    most: float
+
+
+def xielu(form: XIELU, x: Tensor) -> Tensor:
+    """Apply an activation to x [..., I]. Exponentials are computed in float64, so that their order does not show."""
+
+    def compute() -> Tensor:
+        grown = x.clamp(max=form.most).to(torch.float64).expm1().to(x.dtype)
+        curve = torch.where(x > 0, form.positive * x * x, (grown - x) * form.negative)
+        return curve + form.beta * x
+
+    return recording.compute(compute)
+
+
 def output_gate(attended: Tensor, gate: Tensor) -> Tensor:
     """Return attention [R, n, Q, E] times the sigmoid of a gate: [R, n, Q E], a factor for each number, or [R, n, Q],
     one for each head."""

@@ -138,6 +138,7 @@ FIT: dict[str, tuple[str, dict[str, Any]]] = {
 
 # What our own decoder does in ways of its own; tests/models/decoders.py has all of its families.
 OWN: dict[str, tuple[str, dict[str, Any]]] = {
+    "apertus": ("ApertusConfig", GROUPED),
     "arcee": ("ArceeConfig", {**GROUPED, "mlp_bias": True}),
     "glm4": ("Glm4Config", {**HEAD, "attention_bias": True}),
     "hunyuan": ("HunYuanDenseV1Config", HEAD),

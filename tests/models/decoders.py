@@ -81,6 +81,7 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama one kv head": ("LlamaConfig", {**BASE, "num_key_value_heads": 1}),
     "llama small head": ("LlamaConfig", {**BASE, "head_dim": 8}),
     "arcee": ("ArceeConfig", {**BASE, "attention_bias": True, "mlp_bias": True}),
+    "apertus": ("ApertusConfig", {**BASE, "attention_bias": True}),
     "mistral": ("MistralConfig", {**BASE, "sliding_window": None}),
     "mistral window": ("MistralConfig", {**BASE, "sliding_window": 4}),
     "ministral": ("MinistralConfig", {**BASE, "sliding_window": 4, "layer_types": KINDS}),

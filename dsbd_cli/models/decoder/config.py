@@ -17,7 +17,7 @@ from dsbd_cli.ops.reference import Router
 
 PAIRS = ("mixer_scales", "mlp_scales")
 Mixing = Literal["attention", "recurrent", "both", "none"]
-Ungated = Literal["relu2"]
+Ungated = Literal["relu2", "xielu"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,8 @@ from dsbd_cli.models.checkpoints.generation import positions_of
 from dsbd_cli.models.decoder.config import Rotary
 
 ACTIVATIONS = {"silu": False, "gelu_pytorch_tanh": True}  # activation -> whether it is gelu (in its form with tanh)
-UNGATED = {"arcee": "relu2", "nemotron_h": "relu2"}  # families whose MLPs have no gate -> their activation
+# families whose MLPs have no gate -> their activation
+UNGATED = {"arcee": "relu2", "apertus": "xielu", "nemotron_h": "relu2"}
 ROTARY_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
 
 
@@ -134,6 +135,11 @@ def _as_common(config: Any) -> dict[str, Any]:
 
 def _llama(config: Any) -> dict[str, Any]:
     return {**biases(config), "windows": no_windows(config)}
+
+
+def _apertus(config: Any) -> dict[str, Any]:
+    names = {"input_norm": "attention_layernorm", "mlp_norm": "feedforward_layernorm"}
+    return {**qwen3(config), "windows": no_windows(config), "names": names}
 
 
 def _qwen2(config: Any) -> dict[str, Any]:
@@ -329,6 +335,7 @@ def _seed_oss(config: Any) -> dict[str, Any]:
 DENSE: dict[str, Callable[[Any], dict[str, Any]]] = {
     "llama": _llama,
     "arcee": _llama,
+    "apertus": _apertus,
     "mistral": _as_common,
     "ministral": _as_common,
     "smollm3": _smollm3,

@@ -23,7 +23,7 @@ from dsbd_cli.models.recurrent.states import RecurrentCache
 from dsbd_cli.ops import recording
 from dsbd_cli.ops.interface import Ops
 from dsbd_cli.ops.quantized_weight import QuantizedWeight
-from dsbd_cli.ops.reference import ClampedGLU, Norm, relu2
+from dsbd_cli.ops.reference import XIELU, ClampedGLU, Norm, relu2, xielu
 
 
 @dataclass(slots=True)
@@ -166,7 +166,7 @@ class Decoder:
         if layer.gate_up is not None and layer.down is not None:
             product = layer.gate_up.compute(x)
             gate_up = product if inner == 1 else recording.compute(lambda: _first_half_scaled(product, inner))
-            mlp = down = layer.down.compute(self._activated(gate_up))
+            mlp = down = layer.down.compute(self._activated(gate_up, form=layer.xielu))
             if outer != 1:
                 mlp = recording.compute(lambda: down * outer)
         if layer.mixture is not None:
@@ -187,10 +187,12 @@ class Decoder:
         summed: Tensor = experts.combine(outputs, routes, None if shared is None else shared.flatten(0, 1), gate)
         return summed.view(x.shape)
 
-    def _activated(self, product: Tensor, *clamped: ClampedGLU) -> Tensor:
+    def _activated(self, product: Tensor, *clamped: ClampedGLU, form: XIELU | None = None) -> Tensor:
         """Return the input [..., I] of the second product of an MLP from the result of the first one, [..., 2 I], or
         [..., I] without a gate."""
-        return self.ops.gated(product, self.config.gelu, *clamped) if self.config.ungated is None else relu2(product)
+        if self.config.ungated is None:
+            return self.ops.gated(product, self.config.gelu, *clamped)
+        return relu2(product) if form is None else xielu(form, product)
 
     def _enter(self, norm: Norm | None, residual: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor]:
         """Add the previous branch, where there is one, to the residual stream. Return the input of the next branch,

@@ -19,7 +19,7 @@ from dsbd_cli.models.decoder.mixers import Mixer
 from dsbd_cli.ops import recording
 from dsbd_cli.ops.interface import ExpertsLinear, Linear
 from dsbd_cli.ops.quantized_weight import QuantizedWeight
-from dsbd_cli.ops.reference import Norm, Router, Routes
+from dsbd_cli.ops.reference import XIELU, Norm, Router, Routes
 
 NORMS = ("input_norm", "attention_norm", "mlp_norm", "output_norm")
 # Tensors of a layer, the embedding table and the last norm, as most families name them. A family's other names are in
@@ -123,7 +123,8 @@ class LayerWeights:
     Norms are [hidden]; head_norms, of queries and of keys, are [head_dim] or as wide as all heads. qkv: queries, keys
     and values, and an output gate where there is one. gate_up, down: of the MLP, or of the shared expert of a mixture;
     without a gate the first is up alone.
-    query_weight: [head_dim], what rotated queries are multiplied by. sinks: [heads]. None: the layer lacks it.
+    query_weight: [head_dim], what rotated queries are multiplied by. sinks: [heads]. xielu: activation of the MLP.
+    None: the layer lacks it.
     """
 
     qkv: Linear | None
@@ -139,6 +140,7 @@ class LayerWeights:
     mixture: MixtureWeights | None = None
     sinks: Tensor | None = None
     query_weight: Tensor | None = None
+    xielu: XIELU | None = None
 
     @property
     def mixes(self) -> bool:
@@ -288,6 +290,7 @@ class WeightReader:
             down=down,
             mixer=self._mixer(at) if config.recurs(number) else None,
             mixture=None if mixture is None else self._mixture(at, mixture),
+            xielu=self._xielu(f"{at}mlp.act_fn.") if config.ungated == "xielu" else None,
         )
 
     def _attention(self, at: str, inputs: int) -> dict[str, Any]:
@@ -351,6 +354,18 @@ class WeightReader:
             self._joined(sides, config.hidden, bias=config.mlp_bias),
             self._joined([(f"{at}{down}", config.hidden)], inner, bias=config.mlp_bias),
         )
+
+    def _xielu(self, at: str) -> XIELU:
+        """Return the activation whose tensors' names begin with `at`, with numbers that the model's dtype has."""
+        positive, negative, beta, most = (self._number(f"{at}{name}") for name in ("alpha_p", "alpha_n", "beta", "eps"))
+        grown = nn.functional.softplus(positive), beta + nn.functional.softplus(negative)
+        return XIELU(*(number.item() for number in (*grown, beta, most)))
+
+    def _number(self, name: str) -> Tensor:
+        """Return a number [1] of the body, in the dtype that is computed in."""
+        number: Tensor = self.tensor(name).to(self.dtype).flatten()
+        _check(name, number, (1,))
+        return number
 
     def _mixture(self, at: str, mixture: MixtureConfig) -> MixtureWeights:
         """Return the weights of the mixture of the layer whose tensors' names begin with `at`."""
