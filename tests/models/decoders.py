@@ -263,6 +263,18 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
         "NemotronHConfig",
         {**EXPERTS, **GROUPS, **NEMOTRON, "layers_block_type": ["moe", "full_attention", "linear_attention"]},
     ),
+    "nemotron-h latent": (
+        "NemotronHConfig",
+        {
+            **EXPERTS,
+            **GROUPS,
+            **NEMOTRON,
+            "layers_block_type": ["linear_attention", "full_attention", "moe"],
+            "hidden_size": 96,
+            "moe_latent_size": 64,
+            "mlp_bias": True,
+        },
+    ),
     "bamba": ("BambaConfig", {**WITHOUT_DIM, **MAMBA, "attn_layer_indices": [1], "mamba_proj_bias": True}),
     "falcon-h1": (
         "FalconH1Config",

@@ -67,7 +67,8 @@ FLOAT_ANGLES = (
     *("olmo2", "olmo3", "flex olmo", "helium", "ernie4.5", "ernie4.5 moe"),
     *("olmo hybrid", "olmo hybrid rotary", "lfm3", "lfm3 plain", "mamba2"),
 )
-WITHOUT_CACHE = ("nemotron-h", "nemotron-h moe")  # transformers does not limit step sizes where it reads its cache
+# transformers does not limit their step sizes where it reads its cache
+WITHOUT_CACHE = ("nemotron-h", "nemotron-h moe", "nemotron-h latent")
 
 
 def spec_for(folder: Path, role: Any = "target", dtype: str = "float32", **more: Any) -> ModelSpec:

@@ -59,12 +59,14 @@ class MixtureConfig:
         experts: their number. inner: width of each. router: how they are chosen, without its correction.
         corrected: the router has a correction. wide_router: it computes in float32.
         shared: width of the expert that all tokens have; 0 without one. shared_gate: its output has a weight.
+        latent: width of what experts take and return, where products around them change it; 0: that of hidden states.
         limit, alpha: of `ops.reference.ClampedGLU`; 0 where another activation serves.
         biased: router and experts have biases. transposed: tensors of the experts are [E, inputs, outputs], and gates
             and values of the first product alternate.
-        router_name, correction_name, experts_name, shared_name: of tensors, below a layer. parts: names of gate, up and
-            down below each expert, or of up and down without a gate; empty where one tensor holds gate and up, and one
-            tensor all experts. shared_parts: the same below the shared expert; two where one tensor holds gate and up.
+        router_name, correction_name, experts_name, shared_name, latent_names: of tensors, below a layer. parts: names
+            of gate, up and down below each expert, or of up and down without a gate; empty where one tensor holds gate
+            and up, and one tensor all experts. shared_parts: the same below the shared expert; two where one tensor
+            holds gate and up.
     """
 
     experts: int
@@ -74,6 +76,7 @@ class MixtureConfig:
     wide_router: bool = False
     shared: int = 0
     shared_gate: bool = False
+    latent: int = 0
     limit: float = 0.0
     alpha: float = 0.0
     biased: bool = False
@@ -82,6 +85,7 @@ class MixtureConfig:
     correction_name: str = "mlp.gate.e_score_correction_bias"
     experts_name: str = "mlp.experts"
     shared_name: str = "mlp.shared_experts"
+    latent_names: tuple[str, ...] = ()
     parts: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     shared_parts: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
 
@@ -242,7 +246,7 @@ class DecoderConfig:
         if fields_of_config["query_growth"] is not None:
             lists["query_growth"] = tuple(fields_of_config["query_growth"])
         if (mixture := fields_of_config["mixture"]) is not None:
-            parts = {name: tuple(mixture[name]) for name in ("parts", "shared_parts")}
+            parts = {name: tuple(mixture[name]) for name in ("parts", "shared_parts", "latent_names")}
             lists["mixture"] = MixtureConfig(**{**mixture, **parts, "router": Router(**mixture["router"])})
         if (mixer := fields_of_config["mixer"]) is not None:
             more = {name: tuple(mixer[name]) for name in ("limits", "scales")}

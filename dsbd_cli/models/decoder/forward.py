@@ -180,10 +180,14 @@ class Decoder:
         wide = self.config.mixture is not None and self.config.mixture.wide_router and x.dtype != torch.float32
         logits = mixture.router.compute(recording.compute(tokens.float) if wide else tokens)
         routes = experts.route(mixture.settings, logits)
-        rows = experts.spread(tokens, routes)
+        inputs = tokens if mixture.latent_in is None else mixture.latent_in.compute(tokens)
+        rows = experts.spread(inputs, routes)
         activated = self._activated(mixture.gate_up.compute_routed(rows, routes), *self._clamped)
         outputs = mixture.down.compute_routed(activated, routes)
         gate = None if mixture.shared_gate is None else mixture.shared_gate.compute(tokens)
+        if mixture.latent_out is not None:
+            routed = mixture.latent_out.compute(experts.combine(outputs, routes)).view(x.shape)
+            return routed if shared is None else recording.compute(lambda: routed + shared)
         summed: Tensor = experts.combine(outputs, routes, None if shared is None else shared.flatten(0, 1), gate)
         return summed.view(x.shape)
 

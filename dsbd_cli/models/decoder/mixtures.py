@@ -40,10 +40,10 @@ def mixture_of_experts(
         return {}
     if experts < 2:
         raise UnfitError(f"it has {experts} experts, and 2 are the least")
-    step_of_experts = OUTPUTS_STEP if config.model_type in UNGATED else OUTPUTS_STEP // 2  # gate and up are one product
+    inner_step = OUTPUTS_STEP if config.model_type in UNGATED else OUTPUTS_STEP // 2  # gate and up are one product
     for name, width, step in (
-        ("experts", inner, step_of_experts),
-        ("hidden states", config.hidden_size, OUTPUTS_STEP),
+        ("experts", inner, inner_step),
+        ("hidden states", more.get("latent") or config.hidden_size, OUTPUTS_STEP),
     ):
         if width % step:
             raise UnfitError(f"its {name} have the width {width}, which is no multiple of {step}")

@@ -252,8 +252,6 @@ def _mamba2(config: Any, common: Mapping[str, Any]) -> dict[str, Any]:
 
 def _nemotron_h(config: Any, common: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of Nemotron-H, each of whose layers mixes tokens, or has an MLP or experts."""
-    if config.moe_latent_size is not None:
-        raise UnfitError(f"its config says moe_latent_size = {config.moe_latent_size}, which is not known here")
     limits = (float(config.time_step_min), float("inf"))
     mixer = _mamba2_mixer(config, config.mamba_num_heads, config.mamba_head_dim, config.ssm_state_size, limits)
     return {
@@ -264,6 +262,8 @@ def _nemotron_h(config: Any, common: Mapping[str, Any]) -> dict[str, Any]:
             config.n_routed_experts,
             [kind == "moe" for kind in config.layer_types],
             shared=config.moe_shared_expert_intermediate_size,
+            latent=config.moe_latent_size or 0,
+            latent_names=("mixer.fc1_latent_proj", "mixer.fc2_latent_proj") if config.moe_latent_size else (),
             router_name="mixer.gate",
             correction_name="mixer.gate.e_score_correction_bias",
             experts_name="mixer.experts",

@@ -107,13 +107,15 @@ class PlainLinear:
 @dataclass(slots=True)
 class MixtureWeights:
     """Weights of a layer's mixture of experts. router: [E, hidden]. gate_up, down: of each expert in turn. shared_gate:
-    [1, hidden]; None without one."""
+    [1, hidden]. latent_in, latent_out: [latent, hidden] and [hidden, latent]. None: the mixture lacks it."""
 
     router: Linear
     settings: Router
     gate_up: ExpertsLinear
     down: ExpertsLinear
     shared_gate: Linear | None = None
+    latent_in: Linear | None = None
+    latent_out: Linear | None = None
 
 
 @dataclass(slots=True)
@@ -164,7 +166,7 @@ class LayerWeights:
         for name in ("gate_up", "down"):
             if getattr(self, name) is not None:
                 yield name, self, name
-        for name in ("router", "gate_up", "down", "shared_gate"):
+        for name in ("router", "latent_in", "gate_up", "down", "latent_out", "shared_gate"):
             if self.mixture is not None and getattr(self.mixture, name) is not None:
                 yield f"mixture.{name}", self.mixture, name
 
@@ -370,6 +372,7 @@ class WeightReader:
     def _mixture(self, at: str, mixture: MixtureConfig) -> MixtureWeights:
         """Return the weights of the mixture of the layer whose tensors' names begin with `at`."""
         hidden, inner, count = self.config.hidden, mixture.inner, mixture.experts
+        width = mixture.latent or hidden  # of what experts take and return
         weight = self.tensor(f"{at}{mixture.router_name}.weight", count, hidden)
         bias = self.tensor(f"{at}{mixture.router_name}.bias", count) if mixture.biased else None
         router = PlainLinear([weight], [bias], own_dtype=torch.float32 if mixture.wide_router else None)
@@ -381,21 +384,27 @@ class WeightReader:
         if mixture.parts and self._full_name(f"{names[0]}{mixture.parts[0]}.weight") is not None:
             *sides, down = mixture.parts
             pairs = [(f"{name}{side}", inner) for name in names for side in sides]
-            gate_up = self._joined(pairs, hidden, bias=False)
-            outputs = self._joined([(f"{name}{down}", hidden) for name in names], inner, bias=False)
+            gate_up = self._joined(pairs, width, bias=False)
+            outputs = self._joined([(f"{name}{down}", width) for name in names], inner, bias=False)
         elif self._full_name(f"{at}{mixture.experts_name}.gate_proj.weight") is not None:  # GGUF
-            gate, up = (self._of_all(at, mixture, f"{part}_proj", inner, hidden) for part in ("gate", "up"))
+            gate, up = (self._of_all(at, mixture, f"{part}_proj", inner, width) for part in ("gate", "up"))
             gate_up = PlainLinear(_in_turn(gate.weights, up.weights), _in_turn(gate.biases, up.biases))
-            outputs = self._of_all(at, mixture, "down_proj", hidden, inner)
+            outputs = self._of_all(at, mixture, "down_proj", width, inner)
         else:
-            first, width = ("up_proj", inner) if self.config.ungated else ("gate_up_proj", 2 * inner)
-            gate_up = self._stacked(at, mixture, first, "input_linear.weight", width, hidden)
-            outputs = self._stacked(at, mixture, "down_proj", "output_linear.weight", hidden, inner)
+            first, rows = ("up_proj", inner) if self.config.ungated else ("gate_up_proj", 2 * inner)
+            gate_up = self._stacked(at, mixture, first, "input_linear.weight", rows, width)
+            outputs = self._stacked(at, mixture, "down_proj", "output_linear.weight", width, inner)
         gate_up.experts = outputs.experts = count
         shared_gate = None
         if mixture.shared_gate:
             shared_gate = self._joined([(f"{at}{mixture.shared_name}_gate", 1)], hidden, bias=False)
-        return MixtureWeights(router, replace(mixture.router, correction=correction), gate_up, outputs, shared_gate)
+        latent: dict[str, Linear] = {}
+        if mixture.latent:
+            (into, back), bias = mixture.latent_names, self.config.mlp_bias
+            latent["latent_in"] = self._joined([(f"{at}{into}", width)], hidden, bias=bias)
+            latent["latent_out"] = self._joined([(f"{at}{back}", hidden)], width, bias=bias)
+        settings = replace(mixture.router, correction=correction)
+        return MixtureWeights(router, settings, gate_up, outputs, shared_gate, **latent)
 
     def _stacked(
         self, at: str, mixture: MixtureConfig, part: str, granite_part: str, outputs: int, inputs: int
