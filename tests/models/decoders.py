@@ -261,7 +261,16 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "nemotron-h moe": (
         "NemotronHConfig",
-        {**EXPERTS, **GROUPS, **NEMOTRON, "layers_block_type": ["moe", "full_attention", "linear_attention"]},
+        {
+            **EXPERTS,
+            **GROUPS,
+            **NEMOTRON,
+            "layers_block_type": ["moe", "full_attention", "linear_attention"],
+            # released files have these, too, which transformers does not read
+            "norm_eps": 0.1,
+            "hidden_act": "silu",
+            "rope_theta": 1e4,
+        },
     ),
     "nemotron-h latent": (
         "NemotronHConfig",

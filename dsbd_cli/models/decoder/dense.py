@@ -32,7 +32,7 @@ def common_settings(config: Any, recurrent: bool = False) -> dict[str, Any]:
     """Return the settings that all families share. recurrent: of a family that may have recurrent layers."""
     heads, layers = config.num_attention_heads, config.num_hidden_layers
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    activation: Any = first_of(config, "hidden_activation", "hidden_act", "mlp_hidden_act")
+    activation: Any = first_of(config, "mlp_hidden_act", "hidden_activation", "hidden_act")
     if activation is None and recurrent:  # LFM2 has no other
         activation = "silu"
     ungated = UNGATED.get(config.model_type)

@@ -271,6 +271,8 @@ def _nemotron_h(config: Any, common: Mapping[str, Any]) -> dict[str, Any]:
             parts=("up_proj", "down_proj"),
             shared_parts=("up_proj", "down_proj"),
         ),
+        "rotaries": (Rotary(None),),
+        "eps": config.layer_norm_epsilon,
         "mlp_bias": bool(config.mlp_bias),
         "one_part": True,
         "wide_norms": True,
