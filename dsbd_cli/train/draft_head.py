@@ -373,9 +373,9 @@ def _target(spec: ModelSpec) -> tuple[WeightReader, Any]:
 def _ends(reader: WeightReader) -> tuple[Tensor, Tensor, Tensor]:
     """Return the LM head's rows [V, H] in float32, the embeddings [V, H] as they are stored, and the final norm [H]."""
     config = reader.config
-    table = reader.tensor("embed_tokens.weight", config.vocabulary, config.hidden)
+    table = reader.tensor(f"{reader.name('table')}.weight", config.vocabulary, config.hidden)
     rows = table if config.tied else reader.tensors["lm_head.weight"]()
-    norm = reader.norm("norm.weight", config.hidden).weight + float(config.unit_offset)
+    norm = reader.norm(f"{reader.name('norm')}.weight", config.hidden).weight + float(config.unit_offset)
     return rows.float() / config.logit_scale, table, norm
 
 
