@@ -294,4 +294,4 @@ class DecoderConfig:
         """Return the width of a layer's MLP, or of the shared expert of its mixture; 0 without any."""
         if (mixture := self.mixture_of(layer)) is not None:
             return mixture.shared
-        return 0 if self.one_part and self.mixers[layer] != "none" else self.inner
+        return 0 if self.one_part and (self.attends(layer) or self.recurs(layer)) else self.inner

@@ -66,7 +66,7 @@ def common_settings(config: Any, recurrent: bool = False) -> dict[str, Any]:
         "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
         "head_dim": dim,
         "vocabulary": config.vocab_size,
-        "eps": first_of(config, "norm_eps", "rms_norm_eps", "layer_norm_epsilon"),
+        "eps": first_of(config, "norm_eps", "rms_norm_eps"),
         "windows": tuple(window if slide else None for slide in slides),
         "rotaries": rotaries,
         "rotary": rotary,

@@ -67,6 +67,9 @@ def test_the_pattern_of_a_config_names_its_layers() -> None:
     assert config.mixers == ("recurrent", "none", "attention", "none")
     assert config.mixtures == (False, False, False, True)
     assert [config.inner_of(layer) for layer in range(4)] == [0, 96, 0, 96]
+    config = decoder_config_of(NemotronHConfig(**settings, hybrid_override_pattern="**"))
+    assert isinstance(config, DecoderConfig)
+    assert (config.mixer, config.inner_of(1)) == (None, 0)
 
 
 @ON_CPU
