@@ -65,7 +65,7 @@ CAUSAL = (
     *("phi", "phi3", "phi3 window", "smollm3", "cohere"),
     *OWN,
 )
-HYBRID = ("mamba2", "qwen3-next", "lfm2", "granite-hybrid")
+HYBRID = ("mamba2", "qwen3-next", "lfm2", "granite-hybrid", "nemotron-h")
 PAIRS = ("t5", "marian", "bart")
 FILE = "llama file"  # quantised: GGUF, GPTQ, AWQ or compressed-tensors
 FAMILIES = (*CAUSAL, *HYBRID, *PAIRS, FILE, FILE, FILE)

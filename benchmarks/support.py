@@ -138,6 +138,8 @@ OTHERS: dict[str, Mapping[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "xlnet": {"d_head": 16},
     "deepseek_v2": {"topk_method": "greedy", "num_experts_per_tok": 2},
+    "nemotron_h": {"moe_intermediate_size": 64},
+    "nemotron_h_omni": {"text_config.moe_intermediate_size": 64},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2},
 }

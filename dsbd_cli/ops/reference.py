@@ -29,12 +29,14 @@ LOWEST = -80.0
 class Norm:
     """A division of vectors by their root mean square, and a product with a weight [H].
 
-    eps: is added to the mean square. unit_offset: the factor is 1 + weight, in float32, as Gemma has it.
+    eps: is added to the mean square. unit_offset: the factor is 1 + weight, in float32, as Gemma has it. wide: the
+    product with the weight is made in float32, as Nemotron-H has it. Norms of heads are not wide.
     """
 
     weight: Tensor
     eps: float
     unit_offset: bool = False
+    wide: bool = False
 
     def to(self, device: torch.device) -> Norm:
         """Return the same norm on a device."""
@@ -55,6 +57,8 @@ def _norm(rms: Norm, x: Tensor, more: Tensor | None) -> tuple[Tensor, Tensor]:
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + rms.eps)
     if rms.unit_offset:
         return (wide * (1.0 + rms.weight.to(torch.float32))).to(x.dtype), summed
+    if rms.wide:
+        return (wide * rms.weight.to(torch.float32)).to(x.dtype), summed
     return rms.weight * wide.to(x.dtype), summed
 
 
@@ -78,6 +82,32 @@ def gated(gate_up: Tensor, gelu: bool, clamped: ClampedGLU | None = None) -> Ten
             return (gate * (gate * clamped.alpha).sigmoid() * (up + 1)).to(gate_up.dtype)
         active = nn.functional.gelu(gate, approximate="tanh") if gelu else nn.functional.silu(gate)
         return active * up
+
+    return recording.compute(compute)
+
+
+def relu2(x: Tensor) -> Tensor:
+    """Return the squares [..., I] of the positive numbers of x [..., I], and 0 for the others."""
+    return recording.compute(lambda: nn.functional.relu(x).square())
+
+
+@dataclass(frozen=True, slots=True)
+class XIELU:
+    """The activation of Apertus: positive * x^2 + beta * x where x is positive, else
+    negative * (exp(min(x, most)) - 1 - x) + beta * x."""
+
+    positive: float
+    negative: float
+    beta: float
+    most: float
+
+
+def xielu(form: XIELU, x: Tensor) -> Tensor:
+    """Apply an activation to x [..., I]."""
+
+    def compute() -> Tensor:
+        falling = (x.clamp(max=form.most).expm1() - x) * form.negative
+        return torch.where(x > 0, form.positive * x * x, falling) + form.beta * x
 
     return recording.compute(compute)
 

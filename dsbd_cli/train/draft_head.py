@@ -373,26 +373,27 @@ def _target(spec: ModelSpec) -> tuple[WeightReader, Any]:
 def _ends(reader: WeightReader) -> tuple[Tensor, Tensor, Tensor]:
     """Return the LM head's rows [V, H] in float32, the embeddings [V, H] as they are stored, and the final norm [H]."""
     config = reader.config
-    table = reader.tensor("embed_tokens.weight", config.vocabulary, config.hidden)
+    table = reader.tensor(f"{reader.name('table')}.weight", config.vocabulary, config.hidden)
     rows = table if config.tied else reader.tensors["lm_head.weight"]()
-    norm = reader.norm("norm.weight", config.hidden).weight + float(config.unit_offset)
+    norm = reader.norm(f"{reader.name('norm')}.weight", config.hidden).weight + float(config.unit_offset)
     return rows.float() / config.logit_scale, table, norm
 
 
 def _copy_layer(layer: Any, reader: WeightReader) -> None:
     """Copy the target's last layer with attention, which reads states and no tokens. Weights for the embeddings begin
-    as zeros."""
+    as zeros. An MLP without a gate is not copied."""
     config = reader.config
     last = reader.layer(max(number for number in range(config.layers) if config.attends(number)))
     linears = dict(last.linears)
     for name, weight in zip("qkv", linears["qkv"].weights[:3], strict=True):
         layer.self_attn[f"{name}_proj"].weight.copy_(torch.cat((torch.zeros_like(weight), weight), 1))
     layer.self_attn["o_proj"].weight.copy_(linears["out"].weights[0])
-    layer.mlp["down_proj"].weight.copy_(linears["down"].weights[0])
-    gate_up = torch.cat([weight.float() for weight in linears["gate_up"].weights])
-    for name, weight in zip(("gate_proj", "up_proj"), gate_up.chunk(2), strict=True):
-        layer.mlp[name].weight.copy_(weight)
-    offset = float(reader.config.unit_offset)
+    if not config.ungated:
+        layer.mlp["down_proj"].weight.copy_(linears["down"].weights[0])
+        gate_up = torch.cat([weight.float() for weight in linears["gate_up"].weights])
+        for name, weight in zip(("gate_proj", "up_proj"), gate_up.chunk(2), strict=True):
+            layer.mlp[name].weight.copy_(weight)
+    offset = float(config.unit_offset)
     for norm, source in ((layer.hidden_norm, last.input_norm), (layer.post_attention_layernorm, last.mlp_norm)):
         if source is not None:
             norm.weight.copy_(source.weight + offset)

@@ -138,6 +138,8 @@ FIT: dict[str, tuple[str, dict[str, Any]]] = {
 
 # What our own decoder does in ways of its own; tests/models/decoders.py has all of its families.
 OWN: dict[str, tuple[str, dict[str, Any]]] = {
+    "apertus": ("ApertusConfig", GROUPED),
+    "arcee": ("ArceeConfig", {**GROUPED, "mlp_bias": True}),
     "glm4": ("Glm4Config", {**HEAD, "attention_bias": True}),
     "hunyuan": ("HunYuanDenseV1Config", HEAD),
     "ministral3 growing": (
@@ -166,6 +168,14 @@ OWN: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **HEAD, "hidden_size": 64, "intermediate_size": 32, "sliding_window": 4, "layer_types": SLIDING,
             "num_local_experts": 8, "num_experts_per_tok": 3,
+        },
+    ),
+    "nemotron-h moe": (
+        "NemotronHConfig",
+        {
+            **HEAD, "hidden_size": 64, "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+            "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2, "chunk_size": 8,
+            "n_routed_experts": 8, "moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 48,
         },
     ),
     "phi3 longrope": (

@@ -61,6 +61,10 @@ MAMBA = {
     "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_d_conv": 4,
     "mamba_expand": 2, "mamba_chunk_size": 8,
 }  # fmt: skip
+NEMOTRON = {
+    "mamba_num_heads": 8, "mamba_head_dim": 32, "ssm_state_size": 16, "n_groups": 2, "conv_kernel": 4, "expand": 2,
+    "chunk_size": 8, "time_step_min": 0.05, "moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 96,
+}  # fmt: skip
 CONVOLUTION = {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 32}
 
 # name -> (config class, settings)
@@ -76,6 +80,8 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama yarn": ("LlamaConfig", {**BASE, "rope_parameters": YARN}),
     "llama one kv head": ("LlamaConfig", {**BASE, "num_key_value_heads": 1}),
     "llama small head": ("LlamaConfig", {**BASE, "head_dim": 8}),
+    "arcee": ("ArceeConfig", {**BASE, "attention_bias": True, "mlp_bias": True}),
+    "apertus": ("ApertusConfig", {**BASE, "attention_bias": True}),
     "mistral": ("MistralConfig", {**BASE, "sliding_window": None}),
     "mistral window": ("MistralConfig", {**BASE, "sliding_window": 4}),
     "ministral": ("MinistralConfig", {**BASE, "sliding_window": 4, "layer_types": KINDS}),
@@ -243,6 +249,41 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
             "chunk_size": 8,
         },
     ),
+    "nemotron-h": (
+        "NemotronHConfig",
+        {
+            **BASE,
+            **NEMOTRON,
+            "layers_block_type": ["linear_attention", "mlp", "full_attention"],
+            "use_bias": True,
+            "mlp_bias": True,
+        },
+    ),
+    "nemotron-h moe": (
+        "NemotronHConfig",
+        {
+            **EXPERTS,
+            **GROUPS,
+            **NEMOTRON,
+            "layers_block_type": ["moe", "full_attention", "linear_attention"],
+            # released files have these, too, which transformers does not read
+            "norm_eps": 0.1,
+            "hidden_act": "silu",
+            "rope_theta": 1e4,
+        },
+    ),
+    "nemotron-h latent": (
+        "NemotronHConfig",
+        {
+            **EXPERTS,
+            **GROUPS,
+            **NEMOTRON,
+            "layers_block_type": ["linear_attention", "full_attention", "moe"],
+            "hidden_size": 96,
+            "moe_latent_size": 64,
+            "mlp_bias": True,
+        },
+    ),
     "bamba": ("BambaConfig", {**WITHOUT_DIM, **MAMBA, "attn_layer_indices": [1], "mamba_proj_bias": True}),
     "falcon-h1": (
         "FalconH1Config",
@@ -357,7 +398,7 @@ def first_layers(model: Any, count: int) -> Any:
     """Return a draft: the same model with its first layers alone."""
     config = deepcopy(model.config)
     config.num_hidden_layers = count
-    for name in ("layer_types", "no_rope_layers", "mlp_layer_types", "layer_rope_theta"):
+    for name in ("layer_types", "layers_block_type", "no_rope_layers", "mlp_layer_types", "layer_rope_theta"):
         if vars(config).get(name) is not None:
             setattr(config, name, getattr(config, name)[:count])
     small: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -137,6 +137,7 @@ def test_tensors_of_today_and_of_earlier_files(tmp_path: Path) -> None:
     [
         ("language_model.model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
         ("model.language_model.norm.weight", "model.norm.weight"),
+        ("language_model.backbone.norm_f.weight", "model.norm_f.weight"),
         ("model.text_model.embed_tokens.weight", "model.embed_tokens.weight"),
         ("language_model.lm_head.weight", "lm_head.weight"),
         ("lm_head.weight", None),

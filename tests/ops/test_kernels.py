@@ -98,8 +98,9 @@ def check_rows(
 def norm(op: Any, dtype: torch.dtype) -> None:
     """The sum has the bits of the reference. Rows of any strides, of tensors with three dimensions."""
     wide = normal(dtype, 3, 5, 112) * 3
-    for width, adds, unit_offset in itertools.product((48, 272), (False, True), (False, True)):
-        x, rms = normal(dtype, 150, 2 * width) * 3, reference.Norm(normal(dtype, width, seed=2), 1e-5, unit_offset)
+    kinds = ({}, {"unit_offset": True}, {"wide": True})
+    for width, adds, kind in itertools.product((48, 272), (False, True), kinds):
+        x, rms = normal(dtype, 150, 2 * width) * 3, reference.Norm(normal(dtype, width, seed=2), 1e-5, **kind)
 
         def run(rows: Tensor, norm: Any = op, width: int = width, adds: bool = adds, rms: Any = rms) -> Tensor:
             normed, summed = norm(rms, rows[:, :width], rows[:, width:] if adds else None)
@@ -109,7 +110,7 @@ def norm(op: Any, dtype: torch.dtype) -> None:
         check_rows(run, functools.partial(run, norm=reference.norm), x, CLOSE[dtype], exact=exact)
         for x in (wide[..., :96], wide[:1, :1, 16:112], wide.transpose(0, 1)[..., :32]):
             more = normal(dtype, *x.shape, seed=1) if adds else None
-            rms = reference.Norm(normal(dtype, x.shape[-1], seed=2), 1e-5, unit_offset)
+            rms = reference.Norm(normal(dtype, x.shape[-1], seed=2), 1e-5, **kind)
             (normed, summed), wanted = op(rms, x, more), reference.norm(rms, x, more)
             torch.testing.assert_close(normed, wanted[0], rtol=CLOSE[dtype], atol=CLOSE[dtype])
             assert torch.equal(summed, wanted[1])

@@ -153,6 +153,14 @@ def test_a_new_head_is_the_targets_last_layer(spec: ModelSpec) -> None:
     assert not new_draft_head(spec, IDS, 0).lm_head.weight.requires_grad
 
 
+@pytest.mark.parametrize(("name", "out"), [("arcee", "2.self_attn.o_proj"), ("nemotron-h", "2.mixer.o_proj")])
+def test_a_new_head_of_a_target_without_gates_has_its_attention(name: str, out: str, tmp_path: Path) -> None:
+    model = build_decoder(name)
+    spec = ModelSpec(str(save_decoder(tmp_path, model)), dtype="float32", device="cpu")
+    head = new_draft_head(spec, IDS, 0)
+    assert torch.equal(head.layers[0].self_attn["o_proj"].weight, model.get_parameter(f"model.layers.{out}.weight"))
+
+
 @pytest.mark.parametrize("autocast", [False, True])
 def test_a_head_learns_and_its_rows_stay(autocast: bool, spec: ModelSpec, target: Any) -> None:
     head = new_draft_head(spec, IDS, 0)

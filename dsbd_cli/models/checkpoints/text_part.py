@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 # language_model.model.layers.0 and model.language_model.layers.0 are model.layers.0
-_PREFIX = re.compile(r"(?:model\.)?(?:language_model|text_model)\.(?:model\.)?(?=(lm_head\.)?)")
+_PREFIX = re.compile(r"(?:model\.)?(?:language_model|text_model)\.(?:(?:model|backbone)\.)?(?=(lm_head\.)?)")
 _VISUAL = "visual."  # beginning of names of the other part where the text part has no prefix (Qwen2-VL)
 
 

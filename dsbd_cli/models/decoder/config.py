@@ -1,4 +1,4 @@
-"""A standard decoder in numbers: RMS norms, rotary positions, grouped attention, a gated MLP.
+"""A standard decoder in numbers: RMS norms, rotary positions, grouped attention, an MLP.
 
 Families differ in the numbers and switches of a `DecoderConfig` (families.py), which also say how their tensors are
 named (weights.py).
@@ -16,7 +16,8 @@ from torch import Tensor
 from dsbd_cli.ops.reference import Router
 
 PAIRS = ("mixer_scales", "mlp_scales")
-Mixing = Literal["attention", "recurrent", "both"]
+Mixing = Literal["attention", "recurrent", "both", "none"]
+Ungated = Literal["relu2", "xielu"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +59,14 @@ class MixtureConfig:
         experts: their number. inner: width of each. router: how they are chosen, without its correction.
         corrected: the router has a correction. wide_router: it computes in float32.
         shared: width of the expert that all tokens have; 0 without one. shared_gate: its output has a weight.
+        latent: width of what experts take and return, where products around them change it; 0: that of hidden states.
         limit, alpha: of `ops.reference.ClampedGLU`; 0 where another activation serves.
         biased: router and experts have biases. transposed: tensors of the experts are [E, inputs, outputs], and gates
             and values of the first product alternate.
-        router_name, correction_name, experts_name, shared_name: of tensors, below a layer. parts: names of gate, up and
-            down below each expert; empty where one tensor holds gate and up, and one tensor all experts. shared_parts:
-            the same below the shared expert; two where one tensor holds gate and up.
+        router_name, correction_name, experts_name, shared_name, latent_names: of tensors, below a layer. parts: names
+            of gate, up and down below each expert, or of up and down without a gate; empty where one tensor holds gate
+            and up, and one tensor all experts. shared_parts: the same below the shared expert; two where one tensor
+            holds gate and up.
     """
 
     experts: int
@@ -73,6 +76,7 @@ class MixtureConfig:
     wide_router: bool = False
     shared: int = 0
     shared_gate: bool = False
+    latent: int = 0
     limit: float = 0.0
     alpha: float = 0.0
     biased: bool = False
@@ -81,6 +85,7 @@ class MixtureConfig:
     correction_name: str = "mlp.gate.e_score_correction_bias"
     experts_name: str = "mlp.experts"
     shared_name: str = "mlp.shared_experts"
+    latent_names: tuple[str, ...] = ()
     parts: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     shared_parts: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
 
@@ -146,8 +151,10 @@ class DecoderConfig:
 
     Attributes:
         hidden, inner, layers, heads, kv_heads, head_dim, vocabulary: sizes.
-        eps: of the norms. unit_offset: the norms multiply by 1 + weight.
+        eps: of the norms. unit_offset: the norms multiply by 1 + weight. wide_norms: those of hidden states multiply in
+            float32.
         gelu: the gate goes through gelu (tanh) in place of silu.
+        ungated: activation of MLPs and experts without a gate; None: they have one.
         qkv_bias, out_bias, mlp_bias: which products have a bias.
         head_norms: queries and keys are normalised head by head. norms_over_all_heads: over all heads together.
         pre_norms, post_norms: norms before and after attention and MLP.
@@ -167,12 +174,12 @@ class DecoderConfig:
         wide_rotary: angles, norms or the residual stream stay float32 where the rest is bfloat16, which our kernels do
             not do.
         mixture: of experts; None without one. mixtures: per layer, whether it has the mixture; empty without one.
-        mixers: per layer, how tokens are mixed: by attention, by a recurrent mixer, or by both side by side; empty: all
-            layers by attention.
+        mixers: per layer, how tokens are mixed: by attention, by a recurrent mixer, by both side by side, or not at
+            all; empty: all layers by attention.
         mixer: the recurrent mixers; None where no layer has one.
         output_gate: what a sigmoid gate multiplies the output of attention by: `channels`: a factor for each number,
             from the product of the queries; `heads`: one for each head, from a product of its own. None: there is none.
-        has_mlp: layers have an MLP.
+        one_part: a layer either mixes tokens or has an MLP or a mixture of experts, behind its one norm.
         mixer_scales: factors of the outputs of the recurrent mixer and of attention, where they are side by side.
         mlp_scales: factors of the gate, before its activation, and of the output.
     """
@@ -192,7 +199,9 @@ class DecoderConfig:
     positions: int | None
     switch_position: int | None = None
     unit_offset: bool = False
+    wide_norms: bool = False
     gelu: bool = False
+    ungated: Ungated | None = None
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
@@ -219,7 +228,7 @@ class DecoderConfig:
     mixers: tuple[Mixing, ...] = ()
     mixer: MixerConfig | None = None
     output_gate: Literal["channels", "heads"] | None = None
-    has_mlp: bool = True
+    one_part: bool = False
     mixer_scales: tuple[float, float] = (1.0, 1.0)
     mlp_scales: tuple[float, float] = (1.0, 1.0)
 
@@ -237,7 +246,7 @@ class DecoderConfig:
         if fields_of_config["query_growth"] is not None:
             lists["query_growth"] = tuple(fields_of_config["query_growth"])
         if (mixture := fields_of_config["mixture"]) is not None:
-            parts = {name: tuple(mixture[name]) for name in ("parts", "shared_parts")}
+            parts = {name: tuple(mixture[name]) for name in ("parts", "shared_parts", "latent_names")}
             lists["mixture"] = MixtureConfig(**{**mixture, **parts, "router": Router(**mixture["router"])})
         if (mixer := fields_of_config["mixer"]) is not None:
             more = {name: tuple(mixer[name]) for name in ("limits", "scales")}
@@ -246,11 +255,11 @@ class DecoderConfig:
 
     def attends(self, layer: int) -> bool:
         """Return whether a layer attends."""
-        return not self.mixers or self.mixers[layer] != "recurrent"
+        return not self.mixers or self.mixers[layer] in ("attention", "both")
 
     def recurs(self, layer: int) -> bool:
         """Return whether a layer has a recurrent mixer."""
-        return bool(self.mixers) and self.mixers[layer] != "attention"
+        return bool(self.mixers) and self.mixers[layer] in ("recurrent", "both")
 
     @property
     def kinds(self) -> tuple[int | None, ...]:
@@ -283,5 +292,6 @@ class DecoderConfig:
 
     def inner_of(self, layer: int) -> int:
         """Return the width of a layer's MLP, or of the shared expert of its mixture; 0 without any."""
-        mixture = self.mixture_of(layer)
-        return (self.inner if self.has_mlp else 0) if mixture is None else mixture.shared
+        if (mixture := self.mixture_of(layer)) is not None:
+            return mixture.shared
+        return 0 if self.one_part and (self.attends(layer) or self.recurs(layer)) else self.inner

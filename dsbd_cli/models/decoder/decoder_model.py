@@ -196,7 +196,9 @@ class DecoderForestModel(BaseForestModel):
         for number, layer in enumerate(weights.layers):
             inputs = {"out": config.heads * config.head_dim, "down": config.inner_of(number)}
             inputs["mixer_out"] = 0 if mixer is None else mixer.width
-            inputs["mixture.down"] = 0 if mixture is None else mixture.inner
+            if mixture is not None:
+                latent = mixture.latent or hidden
+                inputs |= {"mixture.gate_up": latent, "mixture.down": mixture.inner, "mixture.latent_out": latent}
             for name, owner, field in layer.products:
                 part = share if name in ("mixture.gate_up", "mixture.down") else 1.0
                 products.append((getattr(owner, field), inputs.get(name, hidden), part))

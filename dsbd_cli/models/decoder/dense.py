@@ -14,11 +14,14 @@ from dsbd_cli.models.checkpoints.generation import positions_of
 from dsbd_cli.models.decoder.config import Rotary
 
 ACTIVATIONS = {"silu": False, "gelu_pytorch_tanh": True}  # activation -> whether it is gelu (in its form with tanh)
+# families whose MLPs have no gate -> their activation
+UNGATED = {"arcee": "relu2", "apertus": "xielu", "nemotron_h": "relu2"}
 ROTARY_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
 
 
 # kinds of layers, as configs name them, that have a recurrent mixer in place of attention, or beside it
 RECURRENT_KINDS = frozenset(("linear_attention", "conv", "hybrid"))
+MLP_KINDS = frozenset(("mlp", "moe"))  # of layers that do not mix tokens
 
 
 class UnfitError(Exception):
@@ -29,10 +32,11 @@ def common_settings(config: Any, recurrent: bool = False) -> dict[str, Any]:
     """Return the settings that all families share. recurrent: of a family that may have recurrent layers."""
     heads, layers = config.num_attention_heads, config.num_hidden_layers
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
+    activation: Any = first_of(config, "mlp_hidden_act", "hidden_activation", "hidden_act")
     if activation is None and recurrent:  # LFM2 has no other
         activation = "silu"
-    if activation not in ACTIVATIONS:
+    ungated = UNGATED.get(config.model_type)
+    if activation not in ACTIVATIONS if ungated is None else activation != ungated:
         raise UnfitError(f"its activation is {activation}, which is not known here")
     if getattr(config, "use_bidirectional_attention", None):
         raise UnfitError("its attention looks at later tokens")
@@ -40,7 +44,7 @@ def common_settings(config: Any, recurrent: bool = False) -> dict[str, Any]:
     kinds = getattr(config, "layer_types", None)
     strange = set(kinds or ()) - {"full_attention", "sliding_attention"}
     if recurrent:
-        strange -= RECURRENT_KINDS
+        strange -= RECURRENT_KINDS | MLP_KINDS
     if strange:
         raise UnfitError(f"it has {sorted(strange)[0]} layers")
     named = sorted(key for key in rope if isinstance(rope[key], Mapping))  # parameters of each kind of layer
@@ -62,16 +66,22 @@ def common_settings(config: Any, recurrent: bool = False) -> dict[str, Any]:
         "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
         "head_dim": dim,
         "vocabulary": config.vocab_size,
-        "eps": config.norm_eps if hasattr(config, "norm_eps") else config.rms_norm_eps,
+        "eps": first_of(config, "norm_eps", "rms_norm_eps"),
         "windows": tuple(window if slide else None for slide in slides),
         "rotaries": rotaries,
         "rotary": rotary,
         "scale": dim**-0.5,
         "positions": positions_of(config, switching=switching),
         "switch_position": positions_of(config) if switching else None,
-        "gelu": ACTIVATIONS[activation],
+        "gelu": ungated is None and ACTIVATIONS[activation],
+        "ungated": ungated,
         "tied": bool(getattr(config, "tie_word_embeddings", False)),
     }
+
+
+def first_of(config: Any, *names: str) -> Any:
+    """Return the first of these settings that a config has; None without any."""
+    return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
 
 
 def rotary_of(config: Any, parameters: Mapping[str, Any], dim: int, kind: str | None) -> Rotary:
@@ -125,6 +135,11 @@ def _as_common(config: Any) -> dict[str, Any]:
 
 def _llama(config: Any) -> dict[str, Any]:
     return {**biases(config), "windows": no_windows(config)}
+
+
+def _apertus(config: Any) -> dict[str, Any]:
+    names = {"input_norm": "attention_layernorm", "mlp_norm": "feedforward_layernorm"}
+    return {**qwen3(config), "windows": no_windows(config), "names": names}
 
 
 def _qwen2(config: Any) -> dict[str, Any]:
@@ -319,6 +334,8 @@ def _seed_oss(config: Any) -> dict[str, Any]:
 
 DENSE: dict[str, Callable[[Any], dict[str, Any]]] = {
     "llama": _llama,
+    "arcee": _llama,
+    "apertus": _apertus,
     "mistral": _as_common,
     "ministral": _as_common,
     "smollm3": _smollm3,

@@ -23,7 +23,7 @@ from dsbd_cli.models.recurrent.states import RecurrentCache
 from dsbd_cli.ops import recording
 from dsbd_cli.ops.interface import Ops
 from dsbd_cli.ops.quantized_weight import QuantizedWeight
-from dsbd_cli.ops.reference import ClampedGLU, Norm
+from dsbd_cli.ops.reference import XIELU, ClampedGLU, Norm, relu2, xielu
 
 
 @dataclass(slots=True)
@@ -89,9 +89,11 @@ class Decoder:
             x, residual = self._enter(layer.input_norm, residual, branch)
             if number in watched:
                 copies[number] = recording.copy(residual)
-            branch = self._leave(layer.attention_norm, self._mixed(number, layer, x, inputs))
-            if layer.gate_up is not None or layer.mixture is not None:
+            if layer.mixes:
+                branch = self._leave(layer.attention_norm, self._mixed(number, layer, x, inputs))
+            if layer.mixes and layer.has_mlp:
                 x, residual = self._enter(layer.mlp_norm, residual, branch)
+            if layer.has_mlp:
                 branch = self._leave(layer.output_norm, self._mlp(layer, x))
         assert branch is not None
         if (count := self.config.layers) in watched:
@@ -164,7 +166,7 @@ class Decoder:
         if layer.gate_up is not None and layer.down is not None:
             product = layer.gate_up.compute(x)
             gate_up = product if inner == 1 else recording.compute(lambda: _first_half_scaled(product, inner))
-            mlp = down = layer.down.compute(self.ops.gated(gate_up, self.config.gelu))
+            mlp = down = layer.down.compute(self._activated(gate_up, form=layer.xielu))
             if outer != 1:
                 mlp = recording.compute(lambda: down * outer)
         if layer.mixture is not None:
@@ -174,16 +176,27 @@ class Decoder:
 
     def _mixture(self, mixture: MixtureWeights, x: Tensor, shared: Tensor | None) -> Tensor:
         """Run a mixture of experts. shared: the output of the shared expert, [R, n, H]. Return the output [R, n, H]."""
-        gelu, experts, tokens = self.config.gelu, self.ops.experts, x.flatten(0, 1)
+        experts, tokens = self.ops.experts, x.flatten(0, 1)
         wide = self.config.mixture is not None and self.config.mixture.wide_router and x.dtype != torch.float32
         logits = mixture.router.compute(recording.compute(tokens.float) if wide else tokens)
         routes = experts.route(mixture.settings, logits)
-        rows = experts.spread(tokens, routes)
-        gated = self.ops.gated(mixture.gate_up.compute_routed(rows, routes), gelu, *self._clamped)
-        outputs = mixture.down.compute_routed(gated, routes)
+        inputs = tokens if mixture.latent_in is None else mixture.latent_in.compute(tokens)
+        rows = experts.spread(inputs, routes)
+        activated = self._activated(mixture.gate_up.compute_routed(rows, routes), *self._clamped)
+        outputs = mixture.down.compute_routed(activated, routes)
         gate = None if mixture.shared_gate is None else mixture.shared_gate.compute(tokens)
+        if mixture.latent_out is not None:
+            routed = mixture.latent_out.compute(experts.combine(outputs, routes)).view(x.shape)
+            return routed if shared is None else recording.compute(lambda: routed + shared)
         summed: Tensor = experts.combine(outputs, routes, None if shared is None else shared.flatten(0, 1), gate)
         return summed.view(x.shape)
+
+    def _activated(self, product: Tensor, *clamped: ClampedGLU, form: XIELU | None = None) -> Tensor:
+        """Return the input [..., I] of the second product of an MLP from the result of the first one, [..., 2 I], or
+        [..., I] without a gate."""
+        if self.config.ungated is None:
+            return self.ops.gated(product, self.config.gelu, *clamped)
+        return relu2(product) if form is None else xielu(form, product)
 
     def _enter(self, norm: Norm | None, residual: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor]:
         """Add the previous branch, where there is one, to the residual stream. Return the input of the next branch,

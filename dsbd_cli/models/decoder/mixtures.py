@@ -8,6 +8,7 @@ from typing import Any
 
 from dsbd_cli.models.decoder.config import MixtureConfig
 from dsbd_cli.models.decoder.dense import (
+    UNGATED,
     UnfitError,
     attention_bias,
     ernie4_5,
@@ -34,21 +35,24 @@ def mixture_of_experts(
 ) -> dict[str, Any]:
     """Return the mixture of a family. layers: per layer, whether it has the mixture; None: all have. more: settings of
     the Router, which chooses `num_experts_per_tok` experts if none says otherwise, and of the MixtureConfig."""
+    per_layer = tuple(map(bool, layers)) if layers is not None else (True,) * int(config.num_hidden_layers)
+    if not any(per_layer):
+        return {}
     if experts < 2:
         raise UnfitError(f"it has {experts} experts, and 2 are the least")
+    inner_step = OUTPUTS_STEP if config.model_type in UNGATED else OUTPUTS_STEP // 2  # gate and up are one product
     for name, width, step in (
-        ("experts", inner, OUTPUTS_STEP // 2),
-        ("hidden states", config.hidden_size, OUTPUTS_STEP),
+        ("experts", inner, inner_step),
+        ("hidden states", more.get("latent") or config.hidden_size, OUTPUTS_STEP),
     ):
         if width % step:
             raise UnfitError(f"its {name} have the width {width}, which is no multiple of {step}")
-    if not all(map(bool, layers or [True])) and getattr(config, "intermediate_size", 0) <= 0:
+    if not all(per_layer) and getattr(config, "intermediate_size", 0) <= 0:
         raise UnfitError("its MLPs have no width")
     of_router = {field.name: more.pop(field.name) for field in fields(Router) if field.name in more}
     router = Router(**{"chosen": config.num_experts_per_tok, **of_router})
     mixture = MixtureConfig(experts, inner, router, **more)
-    per_layer = tuple(map(bool, layers)) if layers is not None else (True,) * int(config.num_hidden_layers)
-    return {"mixture": mixture, "mixtures": per_layer} if any(per_layer) else {}
+    return {"mixture": mixture, "mixtures": per_layer}
 
 
 def qwen_mixture(config: Any, **more: Any) -> dict[str, Any]:
@@ -164,7 +168,7 @@ def _hunyuan_v1_moe(config: Any) -> dict[str, Any]:
     }
 
 
-def _deepseek_mixture(config: Any, experts: int, layers: Sequence[object] | None = None, **more: Any) -> dict[str, Any]:
+def deepseek_mixture(config: Any, experts: int, layers: Sequence[object] | None = None, **more: Any) -> dict[str, Any]:
     """Return a mixture with DeepSeek V3's router. layers: as in `mixture_of_experts`; None: all but the first."""
     inner, groups = config.moe_intermediate_size, config.n_group
     if layers is None:
@@ -195,7 +199,7 @@ def _glm4_moe(config: Any) -> dict[str, Any]:
         "qkv_bias": bool(config.attention_bias),
         "head_norms": bool(getattr(config, "use_qk_norm", False)),
         "windows": no_windows(config),
-        **_deepseek_mixture(config, config.num_local_experts),
+        **deepseek_mixture(config, config.num_local_experts),
     }
 
 
@@ -204,12 +208,12 @@ def _solar_open(config: Any) -> dict[str, Any]:
     return {
         "qkv_bias": bool(config.attention_bias),
         "windows": no_windows(config),
-        **_deepseek_mixture(config, config.num_local_experts, layers),
+        **deepseek_mixture(config, config.num_local_experts, layers),
     }
 
 
 def _dots1(config: Any) -> dict[str, Any]:
-    return {**attention_bias(config), "head_norms": True, **_deepseek_mixture(config, config.num_local_experts)}
+    return {**attention_bias(config), "head_norms": True, **deepseek_mixture(config, config.num_local_experts)}
 
 
 def _exaone_moe(config: Any) -> dict[str, Any]:
@@ -219,7 +223,7 @@ def _exaone_moe(config: Any) -> dict[str, Any]:
     return {
         **rotating(config, [not windows or kind == "sliding_attention" for kind in config.layer_types]),
         "head_norms": True,
-        **_deepseek_mixture(
+        **deepseek_mixture(
             config,
             config.num_experts,
             layers,

@@ -9,24 +9,26 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dsbd_cli.models.decoder.config import MixerConfig, Mixing, Rotary
-from dsbd_cli.models.decoder.dense import RECURRENT_KINDS, UnfitError, biases
-from dsbd_cli.models.decoder.mixtures import granite_mixture, mixture_of_experts, qwen_mixture
+from dsbd_cli.models.decoder.dense import MLP_KINDS, RECURRENT_KINDS, UnfitError, biases, first_of
+from dsbd_cli.models.decoder.mixtures import deepseek_mixture, granite_mixture, mixture_of_experts, qwen_mixture
 
 LAYERS = RECURRENT_KINDS - {"hybrid"}  # that do not attend
 # keys of these families' configs that do not change what a forward computes, or that are read below
 RECURRENT_KEYS = frozenset(
     """
     attention_in_multiplier attention_out_multiplier attn_layer_indices block_auto_adjust_ff_dim
-    block_ffn_dim_multiplier block_multiple_of chunk_size conv_L_cache conv_bias conv_kernel expand full_attn_idxs
-    key_multiplier layer_norm_epsilon layers_block_type linear_a_log_max linear_a_log_min linear_allow_neg_eigval
-    linear_conv_kernel_dim linear_dt_init_floor linear_dt_max linear_dt_min linear_key_head_dim linear_num_key_heads
-    linear_num_value_heads linear_value_head_dim lm_head_multiplier mamba_chunk_size mamba_conv_bias mamba_d_conv
-    mamba_d_head mamba_d_ssm mamba_d_state mamba_expand mamba_n_groups mamba_n_heads mamba_norm_before_gate
-    mamba_proj_bias mamba_rms_norm mlp_multipliers n_groups norm_eps num_experts_per_tok num_heads num_local_experts
+    block_ffn_dim_multiplier block_multiple_of chunk_size conv_bias conv_kernel conv_L_cache expand full_attn_idxs
+    hidden_dropout key_multiplier layer_norm_epsilon layers_block_type linear_a_log_max linear_a_log_min
+    linear_allow_neg_eigval linear_conv_kernel_dim linear_dt_init_floor linear_dt_max linear_dt_min linear_key_head_dim
+    linear_num_key_heads linear_num_value_heads linear_value_head_dim lm_head_multiplier mamba_chunk_size
+    mamba_conv_bias mamba_d_conv mamba_d_head mamba_d_ssm mamba_d_state mamba_expand mamba_head_dim mamba_hidden_act
+    mamba_n_groups mamba_n_heads mamba_norm_before_gate mamba_num_heads mamba_proj_bias mamba_rms_norm
+    mamba_ssm_cache_dtype mlp_hidden_act mlp_multipliers moe_latent_size moe_shared_expert_intermediate_size
+    moe_shared_expert_overlap mtp_layers_block_type n_groups norm_eps num_experts_per_tok num_heads num_local_experts
     num_logits_to_keep position_embedding_type projectors_bias rescale_prenorm_residual residual_in_fp32
-    router_aux_loss_coef shared_intermediate_size ssm_in_multiplier ssm_multipliers ssm_out_multiplier state_size
-    time_step_floor time_step_limit time_step_max time_step_min time_step_rank use_attention_gate use_bias
-    use_conv_bias use_sandwich_norm z_loss_coefficient
+    router_aux_loss_coef shared_intermediate_size ssm_in_multiplier ssm_multipliers ssm_out_multiplier ssm_state_size
+    state_size time_step_floor time_step_limit time_step_max time_step_min time_step_rank use_attention_gate use_bias
+    use_conv_bias use_mamba_kernels use_sandwich_norm z_loss_coefficient
     """.split()
 )
 
@@ -47,15 +49,19 @@ def without_attention(config: Any) -> dict[str, Any]:
         "scale": 1.0,
         "positions": None,
         "tied": bool(config.tie_word_embeddings),
-        "has_mlp": False,
+        "one_part": True,
         "mixers": ("recurrent",) * layers,
     }
 
 
 def _mixed(config: Any, mixer: MixerConfig) -> dict[str, Any]:
     """Return the mixers of the layers, as the config names them."""
-    mixers: list[Mixing] = ["recurrent" if kind in LAYERS else "attention" for kind in config.layer_types]
-    return {"mixer": mixer, "mixers": tuple(mixers)} if "recurrent" in mixers else {}
+    mixers: list[Mixing] = [
+        "recurrent" if kind in LAYERS else "none" if kind in MLP_KINDS else "attention" for kind in config.layer_types
+    ]
+    if set(mixers) == {"attention"}:
+        return {}
+    return {"mixer": mixer if "recurrent" in mixers else None, "mixers": tuple(mixers)}
 
 
 def _no_windows(common: Mapping[str, Any]) -> dict[str, Any]:
@@ -64,8 +70,9 @@ def _no_windows(common: Mapping[str, Any]) -> dict[str, Any]:
 
 def _silu(config: Any) -> None:
     """Raise UnfitError where convolutions and gates have another activation."""
-    if config.hidden_act != "silu":
-        raise UnfitError(f"the activation of its recurrent layers is {config.hidden_act}, which is not known here")
+    activation = first_of(config, "mamba_hidden_act", "hidden_act")
+    if activation != "silu":
+        raise UnfitError(f"the activation of its recurrent layers is {activation}, which is not known here")
 
 
 def _delta(config: Any, prefix: str, inputs: Sequence[tuple[str, int]], **more: Any) -> MixerConfig:
@@ -222,18 +229,59 @@ def _lfm3(config: Any, common: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _mamba2(config: Any, common: Mapping[str, Any]) -> dict[str, Any]:
+# names of tensors in Mamba-2 and Nemotron-H
+MAMBA2 = {"table": "embeddings", "input_norm": "norm", "norm": "norm_f"}
+
+
+def _mamba2_mixer(config: Any, heads: int, dim: int, state: int, limits: tuple[float, float]) -> MixerConfig:
+    """Return the mixers of Mamba-2 and Nemotron-H."""
     _silu(config)
-    bias, heads, groups, state = bool(config.use_bias), config.num_heads, config.n_groups, config.state_size
-    width = heads * config.head_dim
-    mixer = MixerConfig(
+    bias, groups, width = bool(config.use_bias), config.n_groups, heads * dim
+    return MixerConfig(
         "mamba2", config.conv_kernel, "mixer", (("in_proj", 2 * width + 2 * groups * state + heads),),
-        groups=groups, heads=heads, key_dim=state, value_dim=config.head_dim, eps=config.layer_norm_epsilon,
-        norm_groups=groups, bias=bias, out_bias=bias, conv_bias=bool(config.use_conv_bias),
-        limits=tuple(config.time_step_limit),
+        groups=groups, heads=heads, key_dim=state, value_dim=dim, eps=config.layer_norm_epsilon,
+        norm_groups=groups, bias=bias, out_bias=bias, conv_bias=bool(config.use_conv_bias), limits=limits,
     )  # fmt: skip
-    names = {"table": "embeddings", "input_norm": "norm", "norm": "norm_f"}
-    return {"mixer": mixer, "names": names, "wide_rotary": bool(config.residual_in_fp32)}
+
+
+def _mamba2(config: Any, common: Mapping[str, Any]) -> dict[str, Any]:
+    least, most = config.time_step_limit
+    mixer = _mamba2_mixer(config, config.num_heads, config.head_dim, config.state_size, (least, most))
+    return {"mixer": mixer, "names": MAMBA2, "wide_rotary": bool(config.residual_in_fp32)}
+
+
+def _nemotron_h(config: Any, common: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of Nemotron-H, each of whose layers mixes tokens, or has an MLP or experts."""
+    limits = (float(config.time_step_min), float("inf"))
+    mixer = _mamba2_mixer(config, config.mamba_num_heads, config.mamba_head_dim, config.ssm_state_size, limits)
+    return {
+        **_mixed(config, mixer),
+        **_no_windows(common),
+        **deepseek_mixture(
+            config,
+            config.n_routed_experts,
+            [kind == "moe" for kind in config.layer_types],
+            shared=config.moe_shared_expert_intermediate_size,
+            latent=config.moe_latent_size or 0,
+            latent_names=("mixer.fc1_latent_proj", "mixer.fc2_latent_proj") if config.moe_latent_size else (),
+            router_name="mixer.gate",
+            correction_name="mixer.gate.e_score_correction_bias",
+            experts_name="mixer.experts",
+            shared_name="mixer.shared_experts",
+            parts=("up_proj", "down_proj"),
+            shared_parts=("up_proj", "down_proj"),
+        ),
+        "rotaries": (Rotary(None),),
+        "eps": config.layer_norm_epsilon,
+        "mlp_bias": bool(config.mlp_bias),
+        "one_part": True,
+        "wide_norms": True,
+        "names": {
+            **MAMBA2,
+            **{name: f"mixer.{name}_proj" for name in ("q", "k", "v", "up", "down")},
+            "out": "mixer.o_proj",
+        },
+    }
 
 
 def _hybrid_mamba2(config: Any, **more: Any) -> MixerConfig:
@@ -315,6 +363,7 @@ RECURRENT: dict[str, Callable[[Any, Mapping[str, Any]], dict[str, Any]]] = {
     "lfm2_moe": _lfm2_moe,
     "lfm3": _lfm3,
     "mamba2": _mamba2,
+    "nemotron_h": _nemotron_h,
     "bamba": _bamba,
     "granitemoehybrid": _granite_hybrid,
     "falcon_h1": _falcon_h1,

@@ -19,7 +19,7 @@ from dsbd_cli.models.decoder.mixers import Mixer
 from dsbd_cli.ops import recording
 from dsbd_cli.ops.interface import ExpertsLinear, Linear
 from dsbd_cli.ops.quantized_weight import QuantizedWeight
-from dsbd_cli.ops.reference import Norm, Router, Routes
+from dsbd_cli.ops.reference import XIELU, Norm, Router, Routes
 
 NORMS = ("input_norm", "attention_norm", "mlp_norm", "output_norm")
 # Tensors of a layer, the embedding table and the last norm, as most families name them. A family's other names are in
@@ -107,13 +107,15 @@ class PlainLinear:
 @dataclass(slots=True)
 class MixtureWeights:
     """Weights of a layer's mixture of experts. router: [E, hidden]. gate_up, down: of each expert in turn. shared_gate:
-    [1, hidden]; None without one."""
+    [1, hidden]. latent_in, latent_out: [latent, hidden] and [hidden, latent]. None: the mixture lacks it."""
 
     router: Linear
     settings: Router
     gate_up: ExpertsLinear
     down: ExpertsLinear
     shared_gate: Linear | None = None
+    latent_in: Linear | None = None
+    latent_out: Linear | None = None
 
 
 @dataclass(slots=True)
@@ -121,8 +123,10 @@ class LayerWeights:
     """Weights of one layer.
 
     Norms are [hidden]; head_norms, of queries and of keys, are [head_dim] or as wide as all heads. qkv: queries, keys
-    and values, and an output gate where there is one. gate_up, down: of the MLP, or of the shared expert of a mixture.
-    query_weight: [head_dim], what rotated queries are multiplied by. sinks: [heads]. None: the layer lacks it.
+    and values, and an output gate where there is one. gate_up, down: of the MLP, or of the shared expert of a mixture;
+    without a gate the first is up alone.
+    query_weight: [head_dim], what rotated queries are multiplied by. sinks: [heads]. xielu: activation of the MLP.
+    None: the layer lacks it.
     """
 
     qkv: Linear | None
@@ -138,6 +142,17 @@ class LayerWeights:
     mixture: MixtureWeights | None = None
     sinks: Tensor | None = None
     query_weight: Tensor | None = None
+    xielu: XIELU | None = None
+
+    @property
+    def mixes(self) -> bool:
+        """Whether the layer mixes tokens, by attention or a recurrent mixer."""
+        return self.qkv is not None or self.mixer is not None
+
+    @property
+    def has_mlp(self) -> bool:
+        """Whether the layer has an MLP or a mixture of experts."""
+        return self.gate_up is not None or self.mixture is not None
 
     @property
     def products(self) -> Iterator[tuple[str, Any, str]]:
@@ -151,7 +166,7 @@ class LayerWeights:
         for name in ("gate_up", "down"):
             if getattr(self, name) is not None:
                 yield name, self, name
-        for name in ("router", "gate_up", "down", "shared_gate"):
+        for name in ("router", "latent_in", "gate_up", "down", "latent_out", "shared_gate"):
             if self.mixture is not None and getattr(self.mixture, name) is not None:
                 yield f"mixture.{name}", self.mixture, name
 
@@ -256,7 +271,9 @@ class WeightReader:
     def norm(self, name: str, width: int, *, of_heads: bool = False) -> Norm:
         """Return a norm, with weights in the dtype that is computed in. of_heads: of what will be rotated."""
         weight = self.tensor(name, width).to(self.dtype)
-        return Norm(self._rotated_first(weight) if of_heads else weight, self.config.eps, self.config.unit_offset)
+        if of_heads:
+            return Norm(self._rotated_first(weight), self.config.eps, self.config.unit_offset)
+        return Norm(weight, self.config.eps, self.config.unit_offset, self.config.wide_norms)
 
     def layer(self, number: int, inputs: int | None = None) -> LayerWeights:
         """Return the weights of a layer. inputs: width of the input of queries, keys and values; None: hidden."""
@@ -275,6 +292,7 @@ class WeightReader:
             down=down,
             mixer=self._mixer(at) if config.recurs(number) else None,
             mixture=None if mixture is None else self._mixture(at, mixture),
+            xielu=self._xielu(f"{at}mlp.act_fn.") if config.ungated == "xielu" else None,
         )
 
     def _attention(self, at: str, inputs: int) -> dict[str, Any]:
@@ -328,18 +346,33 @@ class WeightReader:
         inner, fused = config.inner_of(number), config.fused_gate_up
         if not inner:
             return None, None
-        gate_up, down = [self.name("gate_up")] if fused else [self.name("gate"), self.name("up")], self.name("down")
+        names = ["up"] if config.ungated else ["gate_up"] if fused else ["gate", "up"]
+        gate_up, down = [self.name(name) for name in names], self.name("down")
         if mixture is not None:
             *gate_up, down = (f"{mixture.shared_name}.{part}" for part in mixture.shared_parts)
-        sides = [(f"{at}{name}", 2 * inner // len(gate_up)) for name in gate_up]
+        width = inner if config.ungated else 2 * inner
+        sides = [(f"{at}{name}", width // len(gate_up)) for name in gate_up]
         return (
             self._joined(sides, config.hidden, bias=config.mlp_bias),
             self._joined([(f"{at}{down}", config.hidden)], inner, bias=config.mlp_bias),
         )
 
+    def _xielu(self, at: str) -> XIELU:
+        """Return the activation whose tensors' names begin with `at`, with numbers that the model's dtype has."""
+        positive, negative, beta, most = (self._number(f"{at}{name}") for name in ("alpha_p", "alpha_n", "beta", "eps"))
+        grown = nn.functional.softplus(positive), beta + nn.functional.softplus(negative)
+        return XIELU(*(number.item() for number in (*grown, beta, most)))
+
+    def _number(self, name: str) -> Tensor:
+        """Return a number [1] of the body, in the dtype that is computed in."""
+        number: Tensor = self.tensor(name).to(self.dtype).flatten()
+        _check(name, number, (1,))
+        return number
+
     def _mixture(self, at: str, mixture: MixtureConfig) -> MixtureWeights:
         """Return the weights of the mixture of the layer whose tensors' names begin with `at`."""
         hidden, inner, count = self.config.hidden, mixture.inner, mixture.experts
+        width = mixture.latent or hidden  # of what experts take and return
         weight = self.tensor(f"{at}{mixture.router_name}.weight", count, hidden)
         bias = self.tensor(f"{at}{mixture.router_name}.bias", count) if mixture.biased else None
         router = PlainLinear([weight], [bias], own_dtype=torch.float32 if mixture.wide_router else None)
@@ -349,22 +382,29 @@ class WeightReader:
             _check(f"{at}{mixture.correction_name}", correction, (count,))
         names = [f"{at}{mixture.experts_name}.{number}." for number in range(count)]
         if mixture.parts and self._full_name(f"{names[0]}{mixture.parts[0]}.weight") is not None:
-            gate, up, down = mixture.parts
-            pairs = [(f"{name}{side}", inner) for name in names for side in (gate, up)]
-            gate_up = self._joined(pairs, hidden, bias=False)
-            outputs = self._joined([(f"{name}{down}", hidden) for name in names], inner, bias=False)
+            *sides, down = mixture.parts
+            pairs = [(f"{name}{side}", inner) for name in names for side in sides]
+            gate_up = self._joined(pairs, width, bias=False)
+            outputs = self._joined([(f"{name}{down}", width) for name in names], inner, bias=False)
         elif self._full_name(f"{at}{mixture.experts_name}.gate_proj.weight") is not None:  # GGUF
-            first, second = (self._of_all(at, mixture, f"{part}_proj", inner, hidden) for part in ("gate", "up"))
-            gate_up = PlainLinear(_in_turn(first.weights, second.weights), _in_turn(first.biases, second.biases))
-            outputs = self._of_all(at, mixture, "down_proj", hidden, inner)
+            gate, up = (self._of_all(at, mixture, f"{part}_proj", inner, width) for part in ("gate", "up"))
+            gate_up = PlainLinear(_in_turn(gate.weights, up.weights), _in_turn(gate.biases, up.biases))
+            outputs = self._of_all(at, mixture, "down_proj", width, inner)
         else:
-            gate_up = self._stacked(at, mixture, "gate_up_proj", "input_linear.weight", 2 * inner, hidden)
-            outputs = self._stacked(at, mixture, "down_proj", "output_linear.weight", hidden, inner)
+            first, rows = ("up_proj", inner) if self.config.ungated else ("gate_up_proj", 2 * inner)
+            gate_up = self._stacked(at, mixture, first, "input_linear.weight", rows, width)
+            outputs = self._stacked(at, mixture, "down_proj", "output_linear.weight", width, inner)
         gate_up.experts = outputs.experts = count
         shared_gate = None
         if mixture.shared_gate:
             shared_gate = self._joined([(f"{at}{mixture.shared_name}_gate", 1)], hidden, bias=False)
-        return MixtureWeights(router, replace(mixture.router, correction=correction), gate_up, outputs, shared_gate)
+        latent: dict[str, Linear] = {}
+        if mixture.latent:
+            (into, back), bias = mixture.latent_names, self.config.mlp_bias
+            latent["latent_in"] = self._joined([(f"{at}{into}", width)], hidden, bias=bias)
+            latent["latent_out"] = self._joined([(f"{at}{back}", hidden)], width, bias=bias)
+        settings = replace(mixture.router, correction=correction)
+        return MixtureWeights(router, settings, gate_up, outputs, shared_gate, **latent)
 
     def _stacked(
         self, at: str, mixture: MixtureConfig, part: str, granite_part: str, outputs: int, inputs: int
@@ -446,7 +486,7 @@ class WeightReader:
     def _norms(self, number: int) -> list[str]:
         """Return the fields in LayerWeights of the norms of hidden states."""
         config = self.config
-        if not config.has_mlp and config.mixture is None:
+        if config.one_part:
             return ["input_norm"]
         if not config.pre_norms and not config.attends(number):  # OLMo hybrid's recurrent layers
             return ["input_norm", "mlp_norm"]

@@ -29,7 +29,7 @@ class NormArguments(ctypes.Structure):
 
     _fields_ = (
         *fields("taken", "threads", "items", "rows", "share", "width", "x", "x_row", "more", "more_row", "weight",
-                "out", "summed", "unit_offset", "narrow"),
+                "out", "summed", "unit_offset", "wide", "narrow"),
         ("eps", ctypes.c_float),
     )  # fmt: skip
 
@@ -117,7 +117,8 @@ def norm(rms: Norm, x: Tensor, more: Tensor | None = None) -> tuple[Tensor, Tens
     items, share = shares(rows, torch.get_num_threads())
     arguments = NormArguments(
         0, 0, items, rows, share, width, flat.data_ptr(), row * unit, 0 if added is None else added.data_ptr(),
-        given_row * unit, rms.weight.data_ptr(), out.data_ptr(), summed.data_ptr(), rms.unit_offset, unit == 2, rms.eps,
+        given_row * unit, rms.weight.data_ptr(), out.data_ptr(), summed.data_ptr(), rms.unit_offset, rms.wide,
+        unit == 2, rms.eps,
     )  # fmt: skip
     recording.launch(compiled()[0], arguments, rows * width * COSTS, items)
     return out, summed

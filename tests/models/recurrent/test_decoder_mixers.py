@@ -8,14 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from transformers import NemotronHConfig
 
 from dsbd_cli.models.checks.invariance import check
 from dsbd_cli.models.checks.selftest import self_test
+from dsbd_cli.models.decoder.config import DecoderConfig
 from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
+from dsbd_cli.models.decoder.families import decoder_config_of
 from dsbd_cli.models.recurrent.states import RecurrentCache
 from dsbd_cli.models.transformers_backend.causal import CausalForestModel
 from dsbd_cli.ops import recording
-from tests.models.decoders import build_decoder, save_decoder
+from tests.models.decoders import DECODERS, build_decoder, save_decoder
 from tests.models.test_decoder import KERNELS, ON_CPU, SEARCH, answers, decoder_of, prompt
 from tests.ops.cpu.test_int8 import any_size, needs_int8  # noqa: F401
 
@@ -38,7 +41,7 @@ def test_tensor_code_keeps_bits_and_texts(name: str, tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("by_kernel", [True, False])
-@pytest.mark.parametrize("name", [*KINDS, "olmo hybrid", "granite hybrid", "lfm3 plain"])
+@pytest.mark.parametrize("name", [*KINDS, "olmo hybrid", "granite hybrid", "lfm3 plain", "nemotron-h"])
 def test_the_memory_of_a_row_is_known_before_a_forward(
     name: str, by_kernel: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -54,6 +57,19 @@ def test_the_memory_of_a_row_is_known_before_a_forward(
             assert model.recurrent_bytes(window) == other.recurrent_bytes(window) > 0
     assert model.kv_bytes_per_slot() == other.kv_bytes_per_slot()
     assert not model.copies_prefixes
+
+
+def test_the_pattern_of_a_config_names_its_layers() -> None:
+    """As released files of Nemotron-H have it."""
+    settings = {name: value for name, value in DECODERS["nemotron-h"][1].items() if name != "layers_block_type"}
+    config = decoder_config_of(NemotronHConfig(**settings, hybrid_override_pattern="M-*E"))
+    assert isinstance(config, DecoderConfig)
+    assert config.mixers == ("recurrent", "none", "attention", "none")
+    assert config.mixtures == (False, False, False, True)
+    assert [config.inner_of(layer) for layer in range(4)] == [0, 96, 0, 96]
+    config = decoder_config_of(NemotronHConfig(**settings, hybrid_override_pattern="**"))
+    assert isinstance(config, DecoderConfig)
+    assert (config.mixer, config.inner_of(1)) == (None, 0)
 
 
 @ON_CPU

@@ -53,7 +53,7 @@ assert layer_ops.STEP == LANES
 P_COUNT, P_CALLS, P_TEAM = program.RUN
 P_CALL, P_WORD = 24, 8  # bytes of an entry of the table, and of its numbers
 (N_TAKEN, _, N_ITEMS, N_ROWS, N_SHARE, N_WIDTH, N_X, N_X_ROW, N_MORE, N_MORE_ROW, N_WEIGHT, N_OUT, N_SUMMED,
- N_UNIT_OFFSET, N_NARROW, N_EPS) = NORM  # fmt: skip
+ N_UNIT_OFFSET, N_WIDE, N_NARROW, N_EPS) = NORM  # fmt: skip
 (
     G_TAKEN,
     _,
@@ -126,6 +126,7 @@ def norm(at):
     width, narrow, unit_offset = get_i64(at + N_WIDTH), get_i64(at + N_NARROW), get_i64(at + N_UNIT_OFFSET)
     unit = types.int64(2) if narrow else types.int64(4)
     weight, eps = get_i64(at + N_WEIGHT), get_f32(at + N_EPS)
+    rounds = narrow and not get_i64(at + N_WIDE)  # before the product with the weight
     while True:
         item = take(at + N_TAKEN)
         if item >= get_i64(at + N_ITEMS):
@@ -153,7 +154,7 @@ def norm(at):
             scale = splat(scale_of(total(squares), width, eps))
             i = types.int64(0)
             while i < width:
-                value = scaled(load(x + i * unit, narrow), scale, load(weight + i * unit, narrow), unit_offset, narrow)
+                value = scaled(load(x + i * unit, narrow), scale, load(weight + i * unit, narrow), unit_offset, rounds)
                 store(out + i * unit, value, narrow)
                 i += LANES
 
