@@ -176,7 +176,7 @@ class MethodConfig:
             drafts = max(DEFAULT_DRAFTS, self.num_beams + min(self.num_beams, SPARE_DRAFTS))
         if depth is None:
             usual = MAX_AUTO_DEPTH if adaptive else DEFAULT_DEPTH
-            usual = MAX_CERTAIN_DEPTH if self.drafter == GRAMMAR else usual
+            usual = MAX_CERTAIN_DEPTH if self.drafter == GRAMMAR or (self.drafter == SUFFIX and adaptive) else usual
             depth = min(usual, max(1, MOST_DRAFTED // max(1, drafts)))
         for name, value in zip(DERIVED, (depth, adaptive, width, drafts), strict=True):
             object.__setattr__(self, name, value)
@@ -281,7 +281,7 @@ class MethodConfig:
             asks = f"{self._asks_for_draft} is {getattr(self, self._asks_for_draft)}"
             raise UsageError(f"draft is None, but {asks}, which needs a draft model: give one, or drop it")
         if self.adaptive_depth and not self.dynamic:
-            looks_up = replace(self, drafter=SUFFIX)
+            looks_up = replace(self, drafter=SUFFIX, depth=None, adaptive_depth=None)  # type: ignore[arg-type]
             object.__setattr__(looks_up, "assumed", True)
             return looks_up
         return self.without_drafts()

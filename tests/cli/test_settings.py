@@ -169,7 +169,7 @@ SETTLED: list[tuple[str, str | None, dict[str, object]]] = [
         "builtin:draft",
         {"fuzzy_threshold": 0.4, "divergence": "js_authors", "fallback": "strict", "fuzzy_law": "warped"},
     ),
-    ("--draft none", None, {"depth": 8, "width": "fixed"}),
+    ("--draft none", None, {"depth": 16, "width": "fixed"}),
     ("--draft none --set memory-saving=true", None, {"depth": 0}),
     ("--depth auto", "builtin:draft", {"depth": 8, "adaptive_depth": True, "drafts_per_layer": 8}),
     ("--depth 3", "builtin:draft", {"depth": 3, "adaptive_depth": False}),

@@ -102,8 +102,11 @@ class Loop(Generic[Item]):
         left = max(job.max_new - job.stats.steps for _, job in running)
         draft_work = batch.reading()
         shape = self.planner.choose(requests, draft_work).within(left)
-        sure = self.drafter.sure_to_pass(batch.state.beams, shape.depth, shape.drafts_per_layer)
-        self._shape = shape = shape if sure is None else self.planner.cut(shape, sure)
+        if self.planner.foresees:
+            state = batch.state
+            prospects = self.drafter.prospects(state.beams, state.prompts, shape.depth, shape.drafts_per_layer)
+            shape = self.planner.cut(shape, prospects, requests)
+        self._shape = shape
         prompt_timer = PhaseTimer(events(self.caches.models[-1].device))
         if shape.depth:
             batch.read_prompts(prompt_timer)

@@ -25,6 +25,7 @@ from dsbd_cli.engine.core.sampler import Sampler
 from dsbd_cli.engine.core.topk import NEG_INF
 from dsbd_cli.engine.drafting.bridge.bridged import AnyDraft
 from dsbd_cli.engine.drafting.text import PromptTable
+from dsbd_cli.engine.planning.planner import Prospects
 from dsbd_cli.engine.protocols import ForestModel, TextCodec
 from dsbd_cli.errors import UsageError
 from dsbd_cli.ops.interface import Ops
@@ -165,13 +166,13 @@ class Drafter:
         """Return a forest of the roots and at most D layers of K nodes."""
         raise NotImplementedError
 
-    def sure_to_pass(self, beams: Beams, depth: int, count: int) -> list[list[int]] | None:
-        """Return, for each row that runs, the node counts of the layers that are certain to pass. Return None where the
-        drafter does not know.
+    def prospects(self, beams: Beams, prompts: PromptTable | None, depth: int, count: int) -> Prospects:
+        """Return the chances that layers will pass, of each row that runs.
 
-        It is asked before an iteration of at most `depth` layers of at most `count` nodes.
+        It is asked before an iteration of at most `depth` layers of at most `count` nodes, of drafters that foresee
+        them.
         """
-        return None
+        raise NotImplementedError
 
     def learn(self, forest: Forest, candidates: Candidates) -> None:
         """Learn from the target's candidates of the nodes [R, N] that were proposed last.

@@ -9,7 +9,9 @@ certain to pass. End tokens are not drafted, because no layer needs them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
+import numpy as np
 import torch
 
 from dsbd_cli.engine.constraints.grammar import GrammarState, GrammarTable
@@ -17,6 +19,8 @@ from dsbd_cli.engine.constraints.legal import FREE
 from dsbd_cli.engine.core.beams import Beams
 from dsbd_cli.engine.drafting.base import DraftContext, DrafterInputs
 from dsbd_cli.engine.drafting.paths import PathDrafter, Paths, beam_share
+from dsbd_cli.engine.drafting.text import PromptTable
+from dsbd_cli.engine.planning.planner import Prospects
 
 LEAST_SHARE = 1e-30  # least share of a beam, because the weight of a path is above 0
 Layer = list[tuple[int, int, GrammarState]]  # place of the parent in the layer above, token, state after it
@@ -49,15 +53,25 @@ class GrammarDrafter(PathDrafter):
                 proposed[-1] += [(beam, path, max(share, LEAST_SHARE) / len(paths)) for path in paths]
         return _padded(proposed, depth, context.beams.token.device)
 
-    def sure_to_pass(self, beams: Beams, depth: int, count: int) -> list[list[int]]:
-        """Return, for each row that runs, the node counts of the layers that are certain to pass, `count` at most in
-        each."""
-        sure = []
+    def prospects(self, beams: Beams, prompts: PromptTable | None, depth: int, count: int) -> Prospects:
+        """Return 1 for layers that are certain to pass, and 0 for all others."""
+        rows = []
         for states, runs in zip(self.states(beams), beams.valid.any(1).tolist(), strict=True):
             live = [state for state in states if state is not None]
             if runs:
-                sure.append([len(layer) for layer in _layers(live, depth, count)] if live else [])
-        return sure
+                rows.append([len(layer) for layer in _layers(live, depth, count)] if live else [])
+        return certain(rows)
+
+
+def certain(rows: Sequence[Sequence[int]]) -> Prospects:
+    """Return the prospects of rows whose layers, of these numbers of nodes, are certain to pass."""
+    needed = [list(accumulate(row, max)) for row in rows]
+    counts = sorted({number for row in needed for number in row}) or [1]
+    depth = max(1, *map(len, needed), 1)
+    chances = np.zeros((len(rows), len(counts), depth))
+    for row, numbers in enumerate(needed):
+        chances[row, :, : len(numbers)] = np.array(counts)[:, None] >= np.array(numbers)
+    return Prospects(counts, chances)
 
 
 def _layers(states: Sequence[GrammarState], depth: int, count: int) -> list[Layer]:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from dsbd_cli.config.variants import INDEX, OWN_TEXT, SUFFIX_CACHE, SUFFIX_CONTEXT, SUFFIX_MEMORY, SUFFIX_SOURCE
 from dsbd_cli.engine.constraints.legal import NO_TOKEN
+from dsbd_cli.engine.core.beams import Beams
 from dsbd_cli.engine.core.candidates import Candidates
 from dsbd_cli.engine.core.forest import Forest
 from dsbd_cli.engine.core.report import SOURCE_BITS
@@ -29,14 +30,16 @@ from dsbd_cli.engine.drafting.base import DraftContext, DrafterInputs
 from dsbd_cli.engine.drafting.index import Ids, read_index, replace_index
 from dsbd_cli.engine.drafting.paths import Paths, beam_share
 from dsbd_cli.engine.drafting.recall import RecallDrafter
-from dsbd_cli.engine.drafting.text import DECAY, LAST_SCORE, contexts, match_scores, suffix
+from dsbd_cli.engine.drafting.text import DECAY, LAST_SCORE, PromptTable, contexts, match_scores, suffix
+from dsbd_cli.engine.planning.planner import Prospects
 from dsbd_cli.errors import UsageError
 from dsbd_cli.ops.interface import SuffixIndex
-from dsbd_cli.ops.select import SUFFIX_BYTES, suffix_index, suffix_missing
+from dsbd_cli.ops.select import SUFFIX_BYTES, foresee, suffix_index, suffix_missing
 
 OWN_STREAMS, INDEX_STREAMS = 4, 12  # streams of a beam, from its own text and from each index
 COMPARED = 16  # last tokens that are compared in a beam's own text
 MOST_MATCH = 20.0  # tokens; a context that is alike in more is no better
+PER_BEAM = (1, 2, 3, 4, 6, 8)  # numbers of nodes of a layer for each beam
 DOUBT, DOUBT_DECAY = 0.9, 0.8  # share of tokens that are not as expected, and its factor for each token that is alike
 MEGABYTE = 2**20
 
@@ -76,41 +79,57 @@ class SuffixDrafter(RecallDrafter):
         self.sources = (first, "", *others) if others else ()
         self._indexes, self._longest, self._history = list(sources.values()), longest, history
         self._keep, self._last_prompt = keep, tuple[int, ...]()
+        self._ahead: Streams | None = None
 
-    def streams(self, context: DraftContext) -> Streams:
-        """Look the beams up in all sources."""
-        assert context.prompts is not None
-        text, length = contexts(context.prompts, context.beams)
+    def streams(self, beams: Beams, prompts: PromptTable | None, depth: int) -> Streams:
+        """Look the beams up in all sources. depth: tokens of a stream."""
+        assert prompts is not None
+        text, length = contexts(prompts, beams)
         parts = [
-            self._own(context, text, length) if index is None else self._looked_up(context, index, text, length)
+            self._own(text, length, depth) if index is None else self._looked_up(index, text, length, depth)
             for index in self._indexes
         ]
         numbers = [torch.full((part[1].shape[2],), number) for number, part in enumerate(parts)]
         tokens, weight, match = zip(*parts, strict=True)
-        weights = torch.cat(weight, 2).masked_fill(~context.beams.valid.unsqueeze(2), NEG_INF)
+        weights = torch.cat(weight, 2).masked_fill(~beams.valid.unsqueeze(2), NEG_INF)
         return Streams(torch.cat(tokens, 2), weights, torch.stack(match).amax(0), torch.cat(numbers))
 
-    def _own(self, context: DraftContext, text: Tensor, length: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def prospects(self, beams: Beams, prompts: PromptTable | None, depth: int, count: int) -> Prospects:
+        """Return the chances that all beams of a row go on as their streams do. A layer has as many nodes for each of
+        them. The streams are kept for the forest that follows."""
+        self._ahead = streams = self.streams(beams, prompts, depth)
+        rows, width = beams.valid.shape
+        per_beam = [number for number in PER_BEAM if number * width <= count] or [max(1, count // width)]
+        chances = foresee(
+            streams.tokens.to(torch.int32).flatten(0, 1).numpy(),
+            streams.weight.exp().flatten(0, 1).numpy(),
+            (DOUBT * DOUBT_DECAY**streams.match).flatten().numpy(),
+            DOUBT_DECAY,
+            np.array(per_beam, np.int32),
+        ).reshape(rows, width, len(per_beam), -1)
+        valid, begun = beams.valid.numpy(), beams.length.numpy() > 0  # at first one beam has to become several
+        chances = np.where(valid[..., None, None], chances, 1.0).prod(1) * (begun | (width == 1))[:, None, None]
+        return Prospects([number * width for number in per_beam], chances[valid.any(1)].astype(np.float64))
+
+    def _own(self, text: Tensor, length: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return tokens, weights and match of the streams of the beams' own texts, as in `Streams`. Some of the tokens
         that are compared may differ. A stream that reaches the end goes on from its own beginning, because the text
         has repeated itself so far."""
         compared = min(self._longest, COMPARED)
         score, start = match_scores(text, length, compared).topk(min(OWN_STREAMS, text.shape[2]), 2)
-        steps = torch.arange(context.depth)
+        steps = torch.arange(depth)
         period = (length.view(-1, 1, 1) - start).clamp(min=1).unsqueeze(-1)
         at = (start.unsqueeze(-1) + steps % period).flatten(2)
         alike = alike_tokens(score // text.shape[2])
         weight = torch.where(score >= 0, math.log(2) * alike, NEG_INF)
         match = torch.where(score >= 0, alike, 0.0).amax(2)
-        return text.gather(2, at).view(*start.shape, context.depth), weight, match
+        return text.gather(2, at).view(*start.shape, depth), weight, match
 
-    def _looked_up(
-        self, context: DraftContext, index: SuffixIndex, text: Tensor, length: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _looked_up(self, index: SuffixIndex, text: Tensor, length: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return tokens, weights and match of the streams of an index, as in `Streams`."""
         rows, beams = text.shape[:2]
         last = suffix(text, length, min(self._longest, int(MOST_MATCH)) + 2)
-        tokens, weight, match = index.look_up(last.flatten(0, 1).numpy(), self._longest, INDEX_STREAMS, context.depth)
+        tokens, weight, match = index.look_up(last.flatten(0, 1).numpy(), self._longest, INDEX_STREAMS, depth)
         return (
             torch.from_numpy(tokens).to(torch.int64).view(rows, beams, INDEX_STREAMS, -1),
             torch.from_numpy(weight).log().view(rows, beams, INDEX_STREAMS),
@@ -119,7 +138,7 @@ class SuffixDrafter(RecallDrafter):
 
     def paths(self, context: DraftContext) -> Paths:
         """Return the streams as paths. A beam's share of the mass is divided by the streams' weights."""
-        streams = self.streams(context)
+        streams = self.streams(context.beams, context.prompts, context.depth)
         rows, beams, count = streams.weight.shape
         share = torch.softmax(streams.weight, 2).nan_to_num(nan=0.0)
         length = (streams.tokens >= 0).to(torch.int64).cumprod(-1).sum(-1)
@@ -135,7 +154,9 @@ class SuffixDrafter(RecallDrafter):
         forest = Forest(context.buffer)
         if context.depth == 0:
             return forest
-        streams = self.streams(context)
+        streams, self._ahead = self._ahead, None
+        if streams is None:
+            streams = self.streams(context.beams, context.prompts, context.depth)
         count = streams.weight.shape[2]
         weight = streams.weight  # [R, n, p], of the streams that led to each node
         doubt = DOUBT * DOUBT_DECAY**streams.match  # [R, n]

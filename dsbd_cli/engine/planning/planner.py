@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 
 from dsbd_cli.config.method import MethodConfig
-from dsbd_cli.config.variants import GRAMMAR
+from dsbd_cli.config.variants import GRAMMAR, SUFFIX
 from dsbd_cli.engine.core.report import LayerCounters
-from dsbd_cli.engine.planning.acceptance import Acceptance, Numbers, PassRates, RequestLengths
+from dsbd_cli.engine.planning.acceptance import PRIOR, SHARED_WEIGHT, Acceptance, Numbers, PassRates, RequestLengths
 from dsbd_cli.engine.planning.timing import FittedLine
 
 FIRST_LIFE = 32  # iterations that a request is assumed to take, before any has ended
@@ -125,7 +125,10 @@ class Observation:
 
 class Planner:
     """Chooser of the shape of each iteration; this class always takes the configured one. requests: what was observed
-    of each running request, the same objects from iteration to iteration."""
+    of each running request, the same objects from iteration to iteration. foresees: it asks the drafter for prospects.
+    """
+
+    foresees = False
 
     def __init__(self, method: MethodConfig) -> None:
         self._configured = Shape(method.depth, method.drafts_per_layer)
@@ -134,9 +137,9 @@ class Planner:
         """Return the shape of the next iteration."""
         return self._configured
 
-    def cut(self, shape: Shape, sure: Sequence[Sequence[int]]) -> Shape:
-        """Return the part of a shape that is worth drafting, where it is known which layers pass. sure: the sizes of
-        those layers, for each running row."""
+    def cut(self, shape: Shape, prospects: Prospects, requests: Sequence[Acceptance]) -> Shape:
+        """Return the shape within this one that is worth drafting. requests: of the running rows, in the order of the
+        prospects."""
         return shape
 
     def gate(self, shape: Shape, rows: Sequence[int]) -> Gate | None:
@@ -154,39 +157,89 @@ class Planner:
         return False
 
 
-class CertainPlanner(Planner):
-    """Planner for a drafter that knows which layers will pass. It takes the depth of the most steps per second, and as
-    many drafts per layer as the layers down to it need. Seconds come from a line fitted to the times of iterations over
-    the number of nodes."""
+class Prospects(NamedTuple):
+    """Chances that the layers of the next forest pass, as a drafter foresees them.
+
+    Attributes:
+        counts: [C], numbers of drafts per layer. chances: [rows, C, D], of each running row, that a layer and all above
+            it pass with so many drafts.
+    """
+
+    counts: Sequence[int]
+    chances: Numbers
+
+
+class ProspectPlanner(Planner):
+    """Planner for a drafter that foresees which layers will pass. It takes the shape of the most expected steps per
+    second. Seconds come from a line fitted to the times of iterations over the number of nodes. The chances are
+    corrected by how often layers passed that were foreseen to, in this row and in all."""
+
+    foresees = True
 
     def __init__(self, method: MethodConfig) -> None:
         super().__init__(method)
-        self._beams, self._line = method.num_beams, FittedLine()
+        self._beams, self._depth, self._line = method.num_beams, method.depth, FittedLine()
         self._has_run = set[tuple[int, Shape]]()
+        self._all = Acceptance(np.zeros((2, method.depth, 1)))
+        self._expected = np.zeros((0, 0))  # [rows, D] chance that a layer passes if those above it do
+        self._most_nodes = math.inf  # most nodes of all rows that fit into memory
 
-    def cut(self, shape: Shape, sure: Sequence[Sequence[int]]) -> Shape:
-        """Return the depth of the most steps per second, with as many drafts per layer as its layers need."""
+    def cut(self, shape: Shape, prospects: Prospects, requests: Sequence[Acceptance]) -> Shape:
+        """Return the shape of the most expected steps per second."""
         rest, per_node = self._line.fit()
         if not self._line.weight:
             rest, per_node = ASSUMED_FIXED_NODES, 1.0
-        best, most = Shape(0, shape.drafts_per_layer), 0.0
-        widest, rows = 1, max(1, len(sure))
-        for depth in range(max(map(len, sure), default=0) + 1):
-            if depth:
-                widest = max([widest, *(layers[depth - 1] for layers in sure if len(layers) >= depth)])
-            now = Shape(depth, widest if depth else shape.drafts_per_layer)
-            steps = sum(1 + min(depth, len(layers)) for layers in sure)
-            goodput = steps / max(1e-9, rest + per_node * rows * now.nodes(self._beams))
-            if goodput > most:
-                best, most = now, goodput
-        return best
+        rows, depth = len(requests), prospects.chances.shape[2]
+        counts, layers = np.array(prospects.counts)[:, None], np.arange(1, depth + 1)
+        chances = np.minimum(1.0, prospects.chances * self._corrections(requests)[:, None, None] ** layers)
+        steps = np.concatenate(([rows], (rows + chances.sum(0).cumsum(1)).ravel()))
+        nodes = rows * np.concatenate(([self._beams], (self._beams + counts * layers).ravel()))
+        goodput = np.where(nodes <= self._most_nodes, steps / np.maximum(1e-9, rest + per_node * nodes), 0.0)
+        best = int(goodput.argmax())
+        if best == 0 or not rows:
+            return Shape(0, shape.drafts_per_layer)
+        choice, last = divmod(best - 1, depth)
+        expected = prospects.chances[:, choice, : last + 1]
+        above = np.concatenate((np.ones((rows, 1)), expected[:, :-1]), 1)
+        self._expected = np.divide(expected, above, out=np.zeros_like(expected), where=above > 0)
+        return Shape(last + 1, int(prospects.counts[choice]))
+
+    def _corrections(self, requests: Sequence[Acceptance]) -> Numbers:
+        """Return what the chances of a layer in each row are multiplied by: [rows]."""
+        foreseen, passed = self._sums(self._all)
+        of_all = (passed + PRIOR) / (foreseen + PRIOR)
+        sums = np.array([self._sums(request) for request in requests]).reshape(-1, 2)
+        corrections: Numbers = (sums[:, 1] + SHARED_WEIGHT * of_all) / (sums[:, 0] + SHARED_WEIGHT)
+        return corrections
+
+    @staticmethod
+    def _sums(acceptance: Acceptance) -> Numbers:
+        """Return the foreseen and the real number of layers that passed: [2]."""
+        counts = acceptance.counts
+        return np.zeros(2) if counts is None else counts.sum((1, 2))
 
     def observe(self, seen: Observation) -> None:
-        """Learn what nodes cost. The time of a shape that runs for the first time is not used."""
+        """Learn what nodes cost, and how often layers pass. The time of a shape that runs for the first time is not
+        used."""
         rows, shape = len(seen.requests), seen.shape
         if seen.steady and (rows, shape) in self._has_run:
             self._line.add(rows * shape.nodes(self._beams), sum(seen.seconds.values()))
         self._has_run.add((rows, shape))
+        if not shape.depth:
+            return
+        for request, counters, expected in zip(seen.requests, seen.layers, self._expected, strict=True):
+            reached = np.array([layer.reached for layer in counters], float)
+            passed = np.array([layer.passed for layer in counters], float)
+            foreseen = reached * expected[: len(reached)]
+            for acceptance in (request, self._all):
+                acceptance.add(foreseen[:, None], (foreseen > 0)[:, None] * passed[:, None], self._depth)
+
+    def out_of_memory(self, shape: Shape | None, rows: int) -> bool:
+        """Exclude all shapes of as many nodes, except the roots alone."""
+        if shape is None or not shape.depth:
+            return False
+        self._most_nodes = rows * shape.nodes(self._beams) - 1
+        return True
 
 
 class AdaptivePlanner(Planner):
@@ -340,8 +393,8 @@ class AdaptivePlanner(Planner):
 def planner_for(method: MethodConfig, *, gated: bool = False, draft_share: float = 0.0) -> Planner:
     """Return the planner that a method asks for. gated: an iteration can ask a gate in its middle. draft_share: see
     AdaptivePlanner."""
-    if method.depth and method.drafter == GRAMMAR:
-        return CertainPlanner(method)
+    if method.depth and (method.drafter == GRAMMAR or (method.drafter == SUFFIX and method.adaptive_depth)):
+        return ProspectPlanner(method)
     if method.adaptive_depth and method.depth:
         return AdaptivePlanner(method, gated=gated, draft_share=draft_share)
     return Planner(method)

@@ -92,6 +92,19 @@ class SuffixIndex:
         return Continuations(tokens[:, :-1], weight[:, :-1], match)
 
 
+def foresee(tokens: Ids, weight: Reals, doubt: Reals, decay: float, counts: Ids) -> Reals:
+    """Return the chance that the next tokens of each text are drafted down to each depth: [B, C, D] float32.
+
+    tokens: [B, p, D], streams of each text, NO_TOKEN behind their end. weight: [B, p], 0 where there is none. doubt:
+    [B], share of tokens that are no stream's; it is multiplied by decay with each token that a path agrees in. counts:
+    [C], of the best nodes that a layer has.
+    """
+    chances = np.zeros((len(tokens), len(counts), tokens.shape[2]), np.float32)
+    for b, chance in enumerate(chances):
+        compiled().foresee(tokens[b], weight[b], doubt[b], decay, counts, chance)
+    return chances
+
+
 @functools.cache
 def compiled() -> ModuleType:
     """Return the kernels, made at the first call."""

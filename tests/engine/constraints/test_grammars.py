@@ -22,7 +22,9 @@ from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.decoding.loop import Loop
-from dsbd_cli.engine.planning.planner import CertainPlanner, Shape
+from dsbd_cli.engine.drafting.grammar import certain
+from dsbd_cli.engine.planning.acceptance import Acceptance
+from dsbd_cli.engine.planning.planner import ProspectPlanner, Shape
 from dsbd_cli.errors import InvalidRowError, UsageError
 from dsbd_cli.requests import Request, RequestResult
 from tests.engine.decoding.test_distribution import excess, run_engine
@@ -254,7 +256,7 @@ def test_a_free_row_of_the_batch_does_not_count(monkeypatch: pytest.MonkeyPatch)
     """The planner is told of rows that run; one that is free would make drafts look less worth than they are."""
     runner = engine(rule="coupled", num_beams=2, batch=4, drafter="grammar", depth=4, drafts_per_layer=4)
     cut, iterate, told, running = runner._planner.cut, Loop._iterate, [], []
-    monkeypatch.setattr(runner._planner, "cut", lambda *arguments: (told.append(len(arguments[1])), cut(*arguments))[1])
+    monkeypatch.setattr(runner._planner, "cut", lambda *arguments: (told.append(len(arguments[2])), cut(*arguments))[1])
     monkeypatch.setattr(
         Loop, "_iterate", lambda *arguments: (running.append(len(arguments[1].running)), iterate(*arguments))[1]
     )
@@ -264,7 +266,7 @@ def test_a_free_row_of_the_batch_does_not_count(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    ("certain", "expected"),
+    ("sizes", "expected"),
     [
         ([[1, 1, 1]], Shape(3, 1)),
         ([[]], Shape(0, 8)),
@@ -273,10 +275,10 @@ def test_a_free_row_of_the_batch_does_not_count(monkeypatch: pytest.MonkeyPatch)
         ([], Shape(0, 8)),
     ],
 )
-def test_how_deep_is_worth_it(certain: list[list[int]], expected: Shape) -> None:
+def test_how_deep_is_worth_it(sizes: list[list[int]], expected: Shape) -> None:
     """Several rows share a forest, so the run of one must not cost the others more than it saves."""
-    planner = CertainPlanner(MethodConfig(num_beams=4, drafts_per_layer=8, drafter="grammar"))
-    assert planner.cut(Shape(16, 8), certain) == expected
+    planner = ProspectPlanner(MethodConfig(num_beams=4, drafts_per_layer=8, drafter="grammar"))
+    assert planner.cut(Shape(16, 8), certain(sizes), [Acceptance() for _ in sizes]) == expected
 
 
 def test_texts_that_are_behind_are_forgotten() -> None:

@@ -152,3 +152,63 @@ def look_up(tokens, before, heads, end, texts, longest, paths, weight, match):
                 if hits:
                     break
         paths[b, count:] = NO_TOKEN
+
+
+@compiled(types.void(_I2, _F1, types.float32, types.float32, _I1, _F2))
+def foresee(tokens, weight, doubt, decay, counts, chances):
+    """Write the chance that the next tokens of a text are drafted: chances [C, D], down to each depth, if a layer has
+    the best counts [C] nodes of the tree that the streams make.
+
+    tokens: [p, D], streams, NO_TOKEN behind their end. weight: [p], 0 where there is none. A token has the share of the
+    streams that guess it, times 1 - doubt. With each token that a path agrees in, doubt is multiplied by decay.
+    """
+    streams, depth = tokens.shape
+    most = 0
+    for count in counts:
+        most = max(most, count)
+    led, led_below = np.empty((most, streams), np.bool_), np.empty((most, streams), np.bool_)  # of the tree's nodes
+    sure, sure_below = np.empty(most, np.float32), np.empty(most, np.float32)
+    guess, share = np.empty(most * streams, np.int64), np.empty(most * streams, np.float32)
+    parent = np.empty(most * streams, np.int64)
+    for c in range(len(counts)):
+        chances[c] = 0
+        nodes, trust, sure[0] = 1, 1 - doubt, 1
+        for p in range(streams):
+            led[0, p] = weight[p] > 0
+        for layer in range(depth):
+            pairs = 0
+            for node in range(nodes):
+                begin, total = pairs, types.float32(0)
+                for p in range(streams):
+                    token = tokens[p, layer]
+                    if not led[node, p] or token == NO_TOKEN:
+                        continue
+                    total += weight[p]
+                    pair = begin
+                    while pair < pairs and guess[pair] != token:
+                        pair += 1
+                    if pair == pairs:
+                        guess[pair], share[pair], parent[pair] = token, 0, node
+                        pairs += 1
+                    share[pair] += weight[p]
+                for pair in range(begin, pairs):
+                    share[pair] *= sure[node] * trust / total
+            below, chance = 0, types.float32(0)
+            while below < counts[c] and below < pairs:
+                best = 0
+                for pair in range(1, pairs):
+                    if share[pair] > share[best]:
+                        best = pair
+                if share[best] <= 0:
+                    break
+                for p in range(streams):
+                    led_below[below, p] = led[parent[best], p] and tokens[p, layer] == guess[best]
+                sure_below[below] = share[best]
+                chance += share[best]
+                share[best] = 0
+                below += 1
+            chances[c, layer] = chance
+            if below == 0:
+                break
+            led, led_below, sure, sure_below, nodes = led_below, led, sure_below, sure, below
+            trust = 1 - (1 - trust) * decay
