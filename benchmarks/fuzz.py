@@ -85,7 +85,22 @@ SCHEMA = {
     "additionalProperties": False,
 }
 ANSWERS = (("the", "then", "there", "fox", "for"), ("select", "selects", "name", "names", "dog", "dogs", "d"))
-DRAFTERS = ("beam", "beam", "ngram", "retrieval", "grammar", "rsd-s", "rsd-c", "dynamic-tree", "beam+ngram")
+DRAFTERS = (
+    *(
+        "beam",
+        "beam",
+        "ngram",
+        "suffix",
+        "suffix",
+        "suffix:own",
+        "retrieval",
+        "grammar",
+        "rsd-s",
+        "rsd-c",
+        "dynamic-tree",
+    ),
+    *("beam+ngram", "beam+suffix"),
+)
 Said = tuple[object, ...]
 
 

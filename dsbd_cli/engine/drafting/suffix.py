@@ -58,6 +58,10 @@ class Streams:
     match: Tensor
     source: Tensor
 
+    def of_first(self, count: int) -> Streams:
+        """Return those of the first beams: a row begins with one."""
+        return Streams(self.tokens[:, :count], self.weight[:, :count], self.match[:, :count], self.source)
+
 
 class SuffixDrafter(RecallDrafter):
     """A drafter of what followed in `sources`: the beam's own text (None), and indexes."""
@@ -157,6 +161,7 @@ class SuffixDrafter(RecallDrafter):
         streams, self._ahead = self._ahead, None
         if streams is None:
             streams = self.streams(context.beams, context.prompts, context.depth)
+        streams = streams.of_first(forest.num_beams)
         count = streams.weight.shape[2]
         weight = streams.weight  # [R, n, p], of the streams that led to each node
         doubt = DOUBT * DOUBT_DECAY**streams.match  # [R, n]

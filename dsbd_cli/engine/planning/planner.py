@@ -18,7 +18,7 @@ from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.variants import GRAMMAR, SUFFIX
 from dsbd_cli.engine.core.report import LayerCounters
 from dsbd_cli.engine.planning.acceptance import PRIOR, SHARED_WEIGHT, Acceptance, Numbers, PassRates, RequestLengths
-from dsbd_cli.engine.planning.timing import FittedLine
+from dsbd_cli.engine.planning.timing import FittedLine, RelativeTimes
 
 FIRST_LIFE = 32  # iterations that a request is assumed to take, before any has ended
 SWITCH_FACTOR = 1.02  # factor by which the goodput of another shape must exceed that of the present one
@@ -29,6 +29,8 @@ LEAST_DEPTH = 8  # layers; the depth is not cut below this, however little is le
 ASSUMED_FIXED_NODES = 32  # nodes that are assumed to cost as much as an iteration without nodes, before one is timed
 CONFIDENCES = (0.0, 0.5, 0.7, 0.85)  # least confidences to choose from
 FIRST_TRY = 8  # iterations without drafts that the first tries are assumed to cost, without the draft's own calls
+CHANCES = np.array((0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9))  # bounds between layers of like chances
+SEVERAL_BEAMS = 0.4  # power of the product of the chances of several beams that is the chance of all
 TRIES = 8  # iterations after which a shape that is to be timed is given up without a usable time
 
 
@@ -171,68 +173,70 @@ class Prospects(NamedTuple):
 
 class ProspectPlanner(Planner):
     """Planner for a drafter that foresees which layers will pass. It takes the shape of the most expected steps per
-    second. Seconds come from a line fitted to the times of iterations over the number of nodes. The chances are
-    corrected by how often layers passed that were foreseen to, in this row and in all."""
+    second. The chances are corrected by how often layers of like chances passed, in all rows, and then in this one."""
 
     foresees = True
 
     def __init__(self, method: MethodConfig) -> None:
         super().__init__(method)
-        self._beams, self._depth, self._line = method.num_beams, method.depth, FittedLine()
+        self._beams, self._depth, self._times = method.num_beams, method.depth, RelativeTimes()
+        # the beams of a row go on alike, so more of their layers pass than if each had a chance of its own
+        self._exponent = 1.0 if method.num_beams == 1 else SEVERAL_BEAMS
         self._has_run = set[tuple[int, Shape]]()
-        self._all = Acceptance(np.zeros((2, method.depth, 1)))
-        self._expected = np.zeros((0, 0))  # [rows, D] chance that a layer passes if those above it do
+        self._all = Acceptance(np.zeros((2, method.depth, len(CHANCES) + 1)))
+        self._foreseen = np.zeros((0, 0))  # [rows, D] chance that a layer passes if those above it do
         self._most_nodes = math.inf  # most nodes of all rows that fit into memory
 
     def cut(self, shape: Shape, prospects: Prospects, requests: Sequence[Acceptance]) -> Shape:
         """Return the shape of the most expected steps per second."""
-        rest, per_node = self._line.fit()
-        if not self._line.weight:
-            rest, per_node = ASSUMED_FIXED_NODES, 1.0
-        rows, depth = len(requests), prospects.chances.shape[2]
+        rows, depth, chances = len(requests), prospects.chances.shape[2], prospects.chances
+        above = np.concatenate((np.ones_like(chances[..., :1]), chances[..., :-1]), 2)
+        foreseen = np.divide(chances, above, out=np.zeros_like(chances), where=above > 0) ** self._exponent
+        own = np.array([self._of_row(request) for request in requests])[:, None, None]
+        corrected = foreseen * self._of_all()[np.searchsorted(CHANCES, foreseen)] * own
+        steps = rows + np.minimum(1.0, corrected).cumprod(2).sum(0).cumsum(1)
         counts, layers = np.array(prospects.counts)[:, None], np.arange(1, depth + 1)
-        chances = np.minimum(1.0, prospects.chances * self._corrections(requests)[:, None, None] ** layers)
-        steps = np.concatenate(([rows], (rows + chances.sum(0).cumsum(1)).ravel()))
         nodes = rows * np.concatenate(([self._beams], (self._beams + counts * layers).ravel()))
-        goodput = np.where(nodes <= self._most_nodes, steps / np.maximum(1e-9, rest + per_node * nodes), 0.0)
+        steps = np.concatenate(([rows], steps.ravel()))
+        goodput = np.where(nodes <= self._most_nodes, steps / self._times.at(nodes), 0.0)
+        goodput[1:][steps[1:] <= rows] = 0.0  # nothing is drafted there
         best = int(goodput.argmax())
-        if best == 0 or not rows:
+        if best == 0:
             return Shape(0, shape.drafts_per_layer)
         choice, last = divmod(best - 1, depth)
-        expected = prospects.chances[:, choice, : last + 1]
-        above = np.concatenate((np.ones((rows, 1)), expected[:, :-1]), 1)
-        self._expected = np.divide(expected, above, out=np.zeros_like(expected), where=above > 0)
+        self._foreseen = foreseen[:, choice, : last + 1]
         return Shape(last + 1, int(prospects.counts[choice]))
 
-    def _corrections(self, requests: Sequence[Acceptance]) -> Numbers:
-        """Return what the chances of a layer in each row are multiplied by: [rows]."""
-        foreseen, passed = self._sums(self._all)
-        of_all = (passed + PRIOR) / (foreseen + PRIOR)
-        sums = np.array([self._sums(request) for request in requests]).reshape(-1, 2)
-        corrections: Numbers = (sums[:, 1] + SHARED_WEIGHT * of_all) / (sums[:, 0] + SHARED_WEIGHT)
-        return corrections
+    def _of_all(self) -> Numbers:
+        """Return the real by the foreseen number of layers that passed, of all rows, by like chances: [CHANCES + 1]."""
+        assert self._all.counts is not None
+        expected, passed = self._all.counts.sum(1)
+        ratios: Numbers = (passed + PRIOR) / (expected + PRIOR)
+        return ratios
 
-    @staticmethod
-    def _sums(acceptance: Acceptance) -> Numbers:
-        """Return the foreseen and the real number of layers that passed: [2]."""
-        counts = acceptance.counts
-        return np.zeros(2) if counts is None else counts.sum((1, 2))
+    def _of_row(self, request: Acceptance) -> float:
+        """Return the same of one row after the correction for all rows, over all chances together."""
+        if request.counts is None:
+            return 1.0
+        expected, passed = request.counts.sum(1)
+        return float((passed.sum() + SHARED_WEIGHT) / ((expected * self._of_all()).sum() + SHARED_WEIGHT))
 
     def observe(self, seen: Observation) -> None:
         """Learn what nodes cost, and how often layers pass. The time of a shape that runs for the first time is not
         used."""
         rows, shape = len(seen.requests), seen.shape
         if seen.steady and (rows, shape) in self._has_run:
-            self._line.add(rows * shape.nodes(self._beams), sum(seen.seconds.values()))
+            self._times.add(rows * shape.nodes(self._beams), sum(seen.seconds.values()))
         self._has_run.add((rows, shape))
         if not shape.depth:
             return
-        for request, counters, expected in zip(seen.requests, seen.layers, self._expected, strict=True):
-            reached = np.array([layer.reached for layer in counters], float)
-            passed = np.array([layer.passed for layer in counters], float)
-            foreseen = reached * expected[: len(reached)]
+        for request, counters, foreseen in zip(seen.requests, seen.layers, self._foreseen, strict=True):
+            counts = np.array([(layer.reached, layer.passed) for layer in counters], float)  # [layers, 2]
+            like = np.searchsorted(CHANCES, foreseen)[: len(counts), None] == np.arange(len(CHANCES) + 1)
+            expected = (counts[:, 0] * foreseen[: len(counts)])[:, None] * like
+            passed = ((expected > 0) * counts[:, 1:]) * like
             for acceptance in (request, self._all):
-                acceptance.add(foreseen[:, None], (foreseen > 0)[:, None] * passed[:, None], self._depth)
+                acceptance.add(expected, passed, self._depth)
 
     def out_of_memory(self, shape: Shape | None, rows: int) -> bool:
         """Exclude all shapes of as many nodes, except the roots alone."""

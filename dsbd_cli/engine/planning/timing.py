@@ -12,8 +12,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from dsbd_cli.engine.planning.acceptance import FADE
+import numpy as np
+from numpy.typing import NDArray
 
+from dsbd_cli.engine.planning.acceptance import FADE, Numbers
+
+UNIT_SHARE, RATIO_SHARE = 0.2, 0.1  # of the last observation in a time and in a ratio
+FORGOTTEN = 0.998  # factor on what a ratio is above 1, for each observation of another number of nodes
+PER_NODE, LEAST_RATIO = 1 / 32, 0.05  # assumed price of a node, and of any number of them
 SLOPES = 32  # slopes between neighbours in time that a line is fitted to
 
 
@@ -111,3 +117,39 @@ class FittedLine:
             if half <= 0:
                 return slope
         return 0.0
+
+
+@dataclass(slots=True)
+class RelativeTimes:
+    """Times of iterations by their number of nodes, each relative to the first that was added.
+
+    A few more nodes may cost nothing, and the next one much, so no line is fitted. The time of a unit follows the speed
+    of the machine at once, the ratios do so slowly. Ratios of numbers that are not used fall, so that they are tried
+    again.
+    """
+
+    unit: float = 0.0
+    _ratios: dict[int, float] = field(default_factory=dict)
+    _seen: dict[int, int] = field(default_factory=dict)
+
+    def add(self, nodes: int, seconds: float) -> None:
+        """Add one observation."""
+        if not self._ratios:
+            self.unit, self._ratios[nodes] = seconds, 1.0
+        ratio = self._ratios.get(nodes, seconds / self.unit)
+        if nodes in self._ratios:
+            self.unit += UNIT_SHARE * (seconds / ratio - self.unit)
+        self._seen[nodes] = self._seen.get(nodes, 0) + 1
+        if len(self._seen) > 1:
+            ratio += max(RATIO_SHARE, 1 / self._seen[nodes]) * (seconds / self.unit - ratio)
+        for other, value in self._ratios.items():
+            self._ratios[other] = 1 + (value - 1) * FORGOTTEN if value > 1 else value
+        self._ratios[nodes] = ratio
+
+    def at(self, nodes: NDArray[np.int64]) -> Numbers:
+        """Return the expected ratios of these numbers of nodes: between two that are known by a line, beyond them by
+        PER_NODE."""
+        known = sorted(self._ratios) or [0]
+        between = np.interp(nodes, known, [self._ratios.get(number, 1.0) for number in known])
+        beyond = np.maximum(0, nodes - known[-1]) - np.maximum(0, known[0] - nodes)
+        return np.asarray((between + PER_NODE * beyond).clip(LEAST_RATIO), np.float64)
