@@ -212,6 +212,8 @@ class MethodConfig:
     def _check_suffix(self) -> None:
         """Check the settings of drafter suffix. Raises UsageError."""
         given = dict(self.settings)
+        if given.get(SUFFIX_CACHE.field) is not None and given[SUFFIX_CACHE.field] == given.get(SUFFIX_SOURCE.field):
+            refuse(SUFFIX_CACHE.field, given[SUFFIX_CACHE.field], "it would replace the source: name another file")
         for setting in (SUFFIX_MEMORY, SUFFIX_CACHE):
             if setting.field not in given:
                 continue

@@ -97,7 +97,7 @@ def ops_for(
 
 def begin_compiling() -> None:
     """Begin to compile the kernels of iterations in processes of their own, where they are not compiled yet."""
-    for module in ("iteration", "candidates"):
+    for module in ("iteration", "candidates", "suffix"):
         compile_beside(module)
 
 

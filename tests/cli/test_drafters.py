@@ -83,7 +83,8 @@ def test_every_drafter_is_settled(dsbd: Dsbd, drafter: str, rule: str) -> None:
     [call] = outcome.loads
     method = call["method"]
     assert method.drafter == drafter
-    depth = 16 if drafter == "grammar" else 4 if rule == "rejection" else 8
+    deep = drafter == "grammar" or (drafter == "suffix" and rule != "rejection")
+    depth = 16 if deep else 4 if rule == "rejection" else 8
     assert (method.depth, method.adaptive_depth) == (depth, rule != "rejection")
     pool = drafter.startswith("beam")
     assert method.width == ("threshold" if rule == "rejection" and pool else "fixed")

@@ -54,6 +54,7 @@ from dsbd_cli.cli.run.shard import Shard, shard_of, sharded_files
 from dsbd_cli.cli.run.signals import StoppedError, StopSignals
 from dsbd_cli.cli.run.summary import Summary, rows_exit_code
 from dsbd_cli.config.method import MethodConfig
+from dsbd_cli.config.variants import SUFFIX_CACHE
 from dsbd_cli.errors import NoWorkersError, UsageError, option_name, plural
 from dsbd_cli.io.lines.jsonl import LineWriter, ReadLines, read_lines
 from dsbd_cli.io.lines.line_reader import LineReader
@@ -138,6 +139,9 @@ def generate(
     if files.input_format == "text" and not files.chat:
         refuse_idle_templates("--input-format text without --chat has prompts alone", devices)
     check_files(files, [answers.allow, devices.chat_template, settings.method.index_file, job.config, *settings.files])
+    cache, several = settings.method.value(SUFFIX_CACHE), "--shard" if scale.workers is None else "--workers"
+    if cache is not None and (scale.workers is not None or scale.shard is not None):
+        raise UsageError(f"cache={cache} would be written by several processes: drop {several}")
     run = _GenerateRun(
         files,
         settings,

@@ -33,7 +33,7 @@ from dsbd_cli.cli.run.prompts import read_prompts, warn_left_out, warn_plain
 from dsbd_cli.cli.run.signals import StoppedError, StopSignals
 from dsbd_cli.config.method import DEFAULT_DEPTH
 from dsbd_cli.config.spelling import parse, spell
-from dsbd_cli.config.variants import MIN_WIDTH, RULES, WIDTHS
+from dsbd_cli.config.variants import MIN_WIDTH, RULES, SUFFIX_CACHE, WIDTHS
 from dsbd_cli.errors import SETTINGS, UsageError, as_utf8, option_name
 from dsbd_cli.io.lines.replace import write_atomically
 from dsbd_cli.io.schemas import contracts
@@ -115,6 +115,8 @@ def profile(
     settings = run_settings(pair, fixed_depth(pair, method), sampling, devices, chat=chat, allow=answers.allow)
     if settings.allow is not None:
         raise UsageError(f"--allow {settings.allow} is not profiled, because a profile cuts answers short: drop it")
+    if settings.method.value(SUFFIX_CACHE) is not None:
+        raise UsageError(f"cache={settings.method.value(SUFFIX_CACHE)} is not written by a profile: drop it")
     if settings.method.adaptive_depth:
         raise UsageError(
             "--depth auto takes another D and K from iteration to iteration, so its phases are a mix of many: "

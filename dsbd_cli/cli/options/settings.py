@@ -133,8 +133,8 @@ def run_settings(
     strict: rows with unknown fields fail. chat: prompts become messages. allow: the text of --allow.
     """
     layers = _number("--depth", method.depth, MAX_AUTO_DEPTH)
-    if layers is not None and layers < 1:
-        raise UsageError(f"--depth is {layers}, but must be 1 or more: --draft none decodes without a draft")
+    if layers is not None and (layers < 0 or (layers == 0 and (has_draft(pair) or method.drafter is not None))):
+        raise UsageError(f"--depth is {layers}, but must be 1 or more: --draft none --depth 0 drafts nothing")
     strict_schemas = failing.schema == "strict"
     answers, grammar = allowed_answers(allow, strict=strict_schemas)
     method = _with_drafter(method, pair, grammar)
@@ -371,7 +371,7 @@ def _model_names(pair: PairOptions, method: MethodOptions, drafter: str) -> tupl
             )
         if drafter != DEFAULT_METHOD.drafter:
             raise UsageError(f"--drafter {drafter} needs a draft model, but {there}: name one with --draft")
-        if method.depth is not None:
+        if method.depth not in (None, "0"):
             raise UsageError(f"--depth {method.depth} needs a draft, but {there}: name one with --draft, or drop it")
         return target, None
     return target, _or_default(pair.draft, BUILTIN_DRAFT)
@@ -381,7 +381,7 @@ def _method(given: MethodOptions, chosen: Mapping[str, object], *, drafting: boo
     """Return the method of the options. What is not given is left to MethodConfig, the one place of the defaults."""
     names = ("num_beams", "drafts_per_layer", "warp_scope", "memory_saving")
     options: dict[str, object] = {name: getattr(given, name) for name in names}
-    looks_up = not drafting and given.drafter is None
+    looks_up = not drafting and given.drafter is None and given.depth is None
     if not drafting and not looks_up:
         options["depth"] = 0
     elif given.depth == "auto":

@@ -318,8 +318,8 @@ class Engine:
             )
             yield from loop.run()
         finally:
-            self._drafter.run_ended()
             _in_use.difference_update(models)
+            self._drafter.run_ended()
 
     def _refuse_stopped(self) -> None:
         """Raise UsageError once `stop` was called."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -102,10 +103,12 @@ class Loop(Generic[Item]):
         left = max(job.max_new - job.stats.steps for _, job in running)
         draft_work = batch.reading()
         shape = self.planner.choose(requests, draft_work).within(left)
+        begun = time.perf_counter()
         if self.planner.foresees:
             state = batch.state
             prospects = self.drafter.prospects(state.beams, state.prompts, shape.depth, shape.drafts_per_layer)
             shape = self.planner.cut(shape, prospects, requests)
+        looked_s = time.perf_counter() - begun
         self._shape = shape
         prompt_timer = PhaseTimer(events(self.caches.models[-1].device))
         if shape.depth:
@@ -118,6 +121,7 @@ class Loop(Generic[Item]):
             gate = None if captured else self.planner.gate(shape, [row for row, _ in running])
             report = self.stepper.step(batch.state, sizes, gate)
             seconds = self.stepper.timer.seconds()
+            seconds["draft"] += looked_s
         nodes = replace(sizes, depth=len(report.layers[0])).nodes  # what went to the target
         self.stepper.observer.iterated(dict(running), nodes, seconds)
         # how far each row came, and how long it took, decides on the next forest

@@ -8,6 +8,8 @@ drafter looked up.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -34,7 +36,16 @@ class FusionDrafter(Drafter):
         self._first, self._second, self._share, self._top_k = first, second, share, top_k
         self.model = first.model
         self.on_host = first.on_host or second.on_host
-        self.row_ended, self.run_ended = second.row_ended, second.run_ended  # type: ignore[method-assign]
+
+    def row_ended(self, prompt: Sequence[int], texts: Sequence[Sequence[int]]) -> None:
+        """Tell both drafters."""
+        self._first.row_ended(prompt, texts)
+        self._second.row_ended(prompt, texts)
+
+    def run_ended(self) -> None:
+        """Tell both drafters."""
+        self._first.run_ended()
+        self._second.run_ended()
 
     def propose(self, context: DraftContext) -> Forest:
         """Draft one forest with both drafters. At least K - share nodes of a layer are the first one's."""

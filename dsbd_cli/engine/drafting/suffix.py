@@ -33,7 +33,7 @@ from dsbd_cli.engine.drafting.recall import RecallDrafter
 from dsbd_cli.engine.drafting.text import DECAY, LAST_SCORE, PromptTable, contexts, match_scores, suffix
 from dsbd_cli.engine.planning.planner import Prospects
 from dsbd_cli.errors import UsageError
-from dsbd_cli.ops.interface import SuffixIndex
+from dsbd_cli.ops.interface import SuffixIndex, host_reads
 from dsbd_cli.ops.select import SUFFIX_BYTES, foresee, suffix_index, suffix_missing
 
 OWN_STREAMS, INDEX_STREAMS = 4, 12  # streams of a beam, from its own text and from each index
@@ -42,6 +42,7 @@ MOST_MATCH = 20.0  # tokens; a context that is alike in more is no better
 PER_BEAM = (1, 2, 3, 4, 6, 8)  # numbers of nodes of a layer for each beam
 DOUBT, DOUBT_DECAY = 0.9, 0.8  # share of tokens that are not as expected, and its factor for each token that is alike
 MEGABYTE = 2**20
+MOST_IDS = 2**31  # of any tokenizer
 
 
 @dataclass(slots=True)
@@ -58,9 +59,10 @@ class Streams:
     match: Tensor
     source: Tensor
 
-    def of_first(self, count: int) -> Streams:
-        """Return those of the first beams: a row begins with one."""
-        return Streams(self.tokens[:, :count], self.weight[:, :count], self.match[:, :count], self.source)
+    def of_first(self, count: int, device: torch.device) -> Streams:
+        """Return those of the first beams, on a device. A row begins with one beam."""
+        tokens, weight, match = (value[:, :count].to(device) for value in (self.tokens, self.weight, self.match))
+        return Streams(tokens, weight, match, self.source.to(device))
 
 
 class SuffixDrafter(RecallDrafter):
@@ -75,27 +77,31 @@ class SuffixDrafter(RecallDrafter):
         *,
         history: SuffixIndex | None = None,
         keep: Callable[[Ids], None] | None = None,
+        vocabulary: int = MOST_IDS,
+        recalls: bool = True,
     ) -> None:
         """sources: by name. longest: most tokens that are compared. history: the index that gets the rows that are
-        done; None: they are not kept. keep: writes it for the next run."""
-        super().__init__(recalls=True)
+        done; None: they are not kept. keep: writes it for the next run. vocabulary: rows with other ids are left out.
+        recalls: of RecallDrafter."""
+        super().__init__(recalls=recalls)
         first, *others = (f"suffix:{name}" for name in sources)
         self.sources = (first, "", *others) if others else ()
         self._indexes, self._longest, self._history = list(sources.values()), longest, history
         self._keep, self._last_prompt = keep, tuple[int, ...]()
         self._ahead: Streams | None = None
+        self._vocabulary, self._is_new = vocabulary, False
 
     def streams(self, beams: Beams, prompts: PromptTable | None, depth: int) -> Streams:
-        """Look the beams up in all sources. depth: tokens of a stream."""
+        """Look the beams up in all sources, on the host. depth: tokens of a stream."""
         assert prompts is not None
-        text, length = contexts(prompts, beams)
+        text, length = (tensor.cpu() for tensor in contexts(prompts, beams))
         parts = [
             self._own(text, length, depth) if index is None else self._looked_up(index, text, length, depth)
             for index in self._indexes
         ]
         numbers = [torch.full((part[1].shape[2],), number) for number, part in enumerate(parts)]
         tokens, weight, match = zip(*parts, strict=True)
-        weights = torch.cat(weight, 2).masked_fill(~beams.valid.unsqueeze(2), NEG_INF)
+        weights = torch.cat(weight, 2).masked_fill(~beams.valid.cpu().unsqueeze(2), NEG_INF)
         return Streams(torch.cat(tokens, 2), weights, torch.stack(match).amax(0), torch.cat(numbers))
 
     def prospects(self, beams: Beams, prompts: PromptTable | None, depth: int, count: int) -> Prospects:
@@ -103,7 +109,8 @@ class SuffixDrafter(RecallDrafter):
         them. The streams are kept for the forest that follows."""
         self._ahead = streams = self.streams(beams, prompts, depth)
         rows, width = beams.valid.shape
-        per_beam = [number for number in PER_BEAM if number * width <= count] or [max(1, count // width)]
+        most = max(1, count // width)
+        per_beam = [*(number for number in PER_BEAM if number < most), most]
         chances = foresee(
             streams.tokens.to(torch.int32).flatten(0, 1).numpy(),
             streams.weight.exp().flatten(0, 1).numpy(),
@@ -111,7 +118,8 @@ class SuffixDrafter(RecallDrafter):
             DOUBT_DECAY,
             np.array(per_beam, np.int32),
         ).reshape(rows, width, len(per_beam), -1)
-        valid, begun = beams.valid.numpy(), beams.length.numpy() > 0  # at first one beam has to become several
+        valid = beams.valid.cpu().numpy()
+        begun = beams.length.cpu().numpy() > 0  # at first one beam has to become several
         chances = np.where(valid[..., None, None], chances, 1.0).prod(1) * (begun | (width == 1))[:, None, None]
         return Prospects([number * width for number in per_beam], chances[valid.any(1)].astype(np.float64))
 
@@ -142,12 +150,13 @@ class SuffixDrafter(RecallDrafter):
 
     def paths(self, context: DraftContext) -> Paths:
         """Return the streams as paths. A beam's share of the mass is divided by the streams' weights."""
-        streams = self.streams(context.beams, context.prompts, context.depth)
+        device = context.beams.token.device
+        streams = self.streams(context.beams, context.prompts, context.depth).of_first(context.num_beams, device)
         rows, beams, count = streams.weight.shape
         share = torch.softmax(streams.weight, 2).nan_to_num(nan=0.0)
         length = (streams.tokens >= 0).to(torch.int64).cumprod(-1).sum(-1)
         return Paths(
-            root=torch.arange(beams).view(1, -1, 1).expand(rows, beams, count).flatten(1),
+            root=torch.arange(beams, device=device).view(1, -1, 1).expand(rows, beams, count).flatten(1),
             tokens=streams.tokens.clamp(min=0).flatten(1, 2),
             length=torch.where(share > 0, length, 0).flatten(1),
             weight=((beam_share(context.beams) + 1e-3).unsqueeze(2) * share).flatten(1),
@@ -156,12 +165,12 @@ class SuffixDrafter(RecallDrafter):
     def propose(self, context: DraftContext) -> Forest:
         """Draft the K best pairs of every layer, down to the first layer that has none."""
         forest = Forest(context.buffer)
+        streams, self._ahead = self._ahead, None
         if context.depth == 0:
             return forest
-        streams, self._ahead = self._ahead, None
         if streams is None:
             streams = self.streams(context.beams, context.prompts, context.depth)
-        streams = streams.of_first(forest.num_beams)
+        streams = streams.of_first(forest.num_beams, context.beams.token.device)
         count = streams.weight.shape[2]
         weight = streams.weight  # [R, n, p], of the streams that led to each node
         doubt = DOUBT * DOUBT_DECAY**streams.match  # [R, n]
@@ -197,33 +206,39 @@ class SuffixDrafter(RecallDrafter):
             self._recall = None
 
     def row_ended(self, prompt: Sequence[int], texts: Sequence[Sequence[int]]) -> None:
-        """Insert a row that is done into the history: its prompt, as far as it differs from the one before, with the
-        best text, and what other texts have that no earlier one has."""
+        """Insert a row that is done into the history: its prompt from where it differs from the one before, with the
+        best text, and each other text from where it differs from better ones. Behind COMPARED tokens of what is left
+        out, because a context has to be found."""
         if self._history is None or not texts:
             return
-        documents = [[*prompt[_ahead(prompt, [self._last_prompt]) :], *texts[0]]]
+        known = _common(prompt, [self._last_prompt])
+        documents = [[*prompt[max(0, known - COMPARED) :], *texts[0]]]
+        head = prompt[-COMPARED:]
         for rank, text in enumerate(texts[1:], 1):
-            whole = [*prompt[-COMPARED:], *text]
-            documents.append(whole[_ahead(text, texts[:rank]) + len(whole) - len(text) - len(prompt[-COMPARED:]) :])
+            known = len(head) + _common(text, texts[:rank])
+            documents.append([*head, *text][max(0, known - COMPARED) :])
         self._last_prompt = tuple(prompt)
         for document in documents:
-            self._history.insert(np.array(document, np.int32))
+            if max(document) < self._vocabulary:
+                self._history.insert(np.array(document, np.int32))
+                self._is_new = True
 
     def run_ended(self) -> None:
         """Write the history for the next run. Raises UsageError where it cannot be written."""
-        if self._keep is not None and self._history is not None and self._history.held:
+        if self._keep is not None and self._history is not None and self._is_new:
             self._keep(self._history.tokens)
+            self._is_new = False
 
 
-def _ahead(tokens: Sequence[int], others: Sequence[Sequence[int]]) -> int:
-    """Return where the last COMPARED tokens begin that `tokens` share with the beginning of another sequence."""
+def _common(tokens: Sequence[int], others: Sequence[Sequence[int]]) -> int:
+    """Return how many first tokens a sequence shares with another one, at most."""
     longest = 0
     for other in others:
         common = 0
         while common < min(len(tokens), len(other)) and tokens[common] == other[common]:
             common += 1
         longest = max(longest, common)
-    return max(0, longest - COMPARED)
+    return longest
 
 
 def alike_tokens(score: Tensor) -> Tensor:
@@ -252,7 +267,14 @@ def make(inputs: DrafterInputs) -> SuffixDrafter:
         keep = partial(replace_index, path, token_bytes)
     if source not in (None, OWN_TEXT):
         sources["file"] = loaded(Path(str(source)), inputs)
-    return SuffixDrafter(sources, method.value(SUFFIX_CONTEXT), history=history, keep=keep)
+    return SuffixDrafter(
+        sources,
+        method.value(SUFFIX_CONTEXT),
+        history=history,
+        keep=keep,
+        vocabulary=len(inputs.codec.token_bytes()),
+        recalls=host_reads(inputs.device),
+    )
 
 
 def make_retrieval(inputs: DrafterInputs) -> SuffixDrafter:
@@ -260,7 +282,7 @@ def make_retrieval(inputs: DrafterInputs) -> SuffixDrafter:
     index = inputs.method.value(INDEX)
     assert index is not None, "checked by MethodConfig"
     check_suffix_index()
-    return SuffixDrafter({"file": loaded(Path(index), inputs)}, int(MOST_MATCH))
+    return SuffixDrafter({"file": loaded(Path(index), inputs)}, int(MOST_MATCH), recalls=host_reads(inputs.device))
 
 
 def loaded(path: Path, inputs: DrafterInputs) -> SuffixIndex:

@@ -18,7 +18,7 @@ from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.variants import GRAMMAR, SUFFIX
 from dsbd_cli.engine.core.report import LayerCounters
 from dsbd_cli.engine.planning.acceptance import PRIOR, SHARED_WEIGHT, Acceptance, Numbers, PassRates, RequestLengths
-from dsbd_cli.engine.planning.timing import FittedLine, RelativeTimes
+from dsbd_cli.engine.planning.timing import FORGOTTEN, FittedLine, RelativeTimes
 
 FIRST_LIFE = 32  # iterations that a request is assumed to take, before any has ended
 SWITCH_FACTOR = 1.02  # factor by which the goodput of another shape must exceed that of the present one
@@ -30,7 +30,7 @@ ASSUMED_FIXED_NODES = 32  # nodes that are assumed to cost as much as an iterati
 CONFIDENCES = (0.0, 0.5, 0.7, 0.85)  # least confidences to choose from
 FIRST_TRY = 8  # iterations without drafts that the first tries are assumed to cost, without the draft's own calls
 CHANCES = np.array((0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9))  # bounds between layers of like chances
-SEVERAL_BEAMS = 0.4  # power of the product of the chances of several beams that is the chance of all
+SEVERAL_BEAMS = 0.55  # power of the product of the chances of several beams that is the chance of all
 TRIES = 8  # iterations after which a shape that is to be timed is given up without a usable time
 
 
@@ -230,13 +230,18 @@ class ProspectPlanner(Planner):
         self._has_run.add((rows, shape))
         if not shape.depth:
             return
+        sums: tuple[Numbers, Numbers] | None = None
         for request, counters, foreseen in zip(seen.requests, seen.layers, self._foreseen, strict=True):
             counts = np.array([(layer.reached, layer.passed) for layer in counters], float)  # [layers, 2]
             like = np.searchsorted(CHANCES, foreseen)[: len(counts), None] == np.arange(len(CHANCES) + 1)
             expected = (counts[:, 0] * foreseen[: len(counts)])[:, None] * like
             passed = ((expected > 0) * counts[:, 1:]) * like
-            for acceptance in (request, self._all):
-                acceptance.add(expected, passed, self._depth)
+            request.add(expected, passed, self._depth)
+            sums = (sums[0] + expected, sums[1] + passed) if sums else (expected, passed)
+        assert self._all.counts is not None
+        self._all.counts *= FORGOTTEN  # so that what never passed is tried again
+        if sums:
+            self._all.add(*sums, self._depth)
 
     def out_of_memory(self, shape: Shape | None, rows: int) -> bool:
         """Exclude all shapes of as many nodes, except the roots alone."""

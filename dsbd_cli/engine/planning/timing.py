@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from dsbd_cli.engine.planning.acceptance import FADE, Numbers
 
 UNIT_SHARE, RATIO_SHARE = 0.2, 0.1  # of the last observation in a time and in a ratio
-FORGOTTEN = 0.998  # factor on what a ratio is above 1, for each observation of another number of nodes
+FORGOTTEN = 0.998  # factor on what is known of a choice, for each observation of another one
 PER_NODE, LEAST_RATIO = 1 / 32, 0.05  # assumed price of a node, and of any number of them
 SLOPES = 32  # slopes between neighbours in time that a line is fitted to
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.config.variant import Exactness
+from dsbd_cli.config.variants import SUFFIX
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.errors import ModelError, UsageError, one_line
 from dsbd_cli.lab.bench.methods import METHODS
@@ -84,6 +85,8 @@ class EngineRunner:
         samples_per_prompt = self._samples or 1
         requests = [request for prompt in prompts for request in self._requests(prompt)]
         results: list[RequestResult] = []
+        if SUFFIX in self._engine.method.drafter_names:  # it would look up what it has answered in an earlier round
+            self._engine = self._engine.replace()
         try:
             results += self._engine.run(requests)
         except UsageError:  # raised where a signal has stopped the engine before it began

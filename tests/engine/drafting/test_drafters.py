@@ -52,6 +52,7 @@ ALONE: list[dict[str, Any]] = [
     {"drafter": "dynamic-tree"},
     {"drafter": "dynamic-tree", "tree": "top-k"},
     {"drafter": "ngram"},
+    {"drafter": "suffix"},
     {"drafter": "retrieval"},
 ]
 FUSED: list[dict[str, Any]] = [
@@ -62,6 +63,7 @@ FUSED: list[dict[str, Any]] = [
     {"drafter": "dynamic-tree+retrieval", "fusion_top_k": 0},
     {"drafter": "dynamic-tree+ngram", "tree": "top-k"},
     {"drafter": "retrieval+ngram"},
+    {"drafter": "beam+suffix"},
     {"drafter": "ngram+retrieval", "second_drafts": 1},
 ]
 
