@@ -215,6 +215,8 @@ def load_dry(
 def _check_indexes(method: MethodConfig, checkpoint: Checkpoint) -> None:
     """Check the files that drafts are looked up in, before a large model is loaded. Raises UsageError."""
     cache = method.value(SUFFIX_CACHE)
+    if cache is not None and not Path(cache).absolute().parent.is_dir():
+        raise UsageError(f"cache {cache} cannot be written: there is no folder {Path(cache).parent}")
     files = [Path(name) for name in (method.index_file, cache) if name is not None]
     files = [path for path in files if path.exists() or str(path) != cache]
     if files:

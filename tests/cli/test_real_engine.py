@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -174,3 +175,21 @@ def test_loading_a_large_model_is_told(
     generate(*words, lines=['{"id": 1, "prompt": "a"}'], code=0)
     said = [line.split()[1] for line in capsys.readouterr().err.splitlines() if "load" in line]
     assert said == (["loading", "loaded"] * 2 if told else [])
+
+
+def test_a_resumed_run_looks_up_what_the_earlier_one_has_written(tmp_path: Path) -> None:
+    prompts, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    rows = [{"id": str(number), "prompt": f"sql:\n{'x' * (number // 3)}"} for number in range(6)]
+    options = ("--decode", "search", "--num-beams", "1", "--max-new-tokens", "24", "-o", str(output))
+
+    def answers(count: int, existing: str) -> list[dict[str, Any]]:
+        prompts.write_text("".join(json.dumps(row) + "\n" for row in rows[:count]))
+        asked = ["generate", "--draft", "none", "-i", str(prompts), "--quiet", "--existing", existing, *options]
+        assert run(asked) == 0
+        return [json.loads(line) for line in output.read_text().splitlines()]
+
+    first = answers(1, "error")
+    [old, new] = answers(2, "resume")
+    assert (new["text"], old["text"]) == (first[0]["text"],) * 2
+    assert new["stats"]["drafters"]["suffix:rows"]["accepted"] > 3
+    assert new["stats"]["target_calls"] < old["stats"]["target_calls"]

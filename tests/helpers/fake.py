@@ -96,6 +96,9 @@ class FakeEngine:
     def exactness(self) -> Exactness:
         return self.method.exactness
 
+    def remember(self, texts: object) -> None:
+        """Draft nothing."""
+
     def stop(self) -> None:
         self.stopping = True
 

@@ -58,7 +58,7 @@ from dsbd_cli.config.variants import SUFFIX_CACHE
 from dsbd_cli.errors import NoWorkersError, UsageError, option_name, plural
 from dsbd_cli.io.lines.jsonl import LineWriter, ReadLines, read_lines
 from dsbd_cli.io.lines.line_reader import LineReader
-from dsbd_cli.io.lines.resume import DoneRows
+from dsbd_cli.io.lines.resume import DoneRows, earlier_texts
 from dsbd_cli.io.lines.tables import Header, lines_reader
 from dsbd_cli.io.records.beam_record import carried_columns
 from dsbd_cli.io.records.file_roots import files_root
@@ -82,6 +82,8 @@ DEMONSTRATION = (
     "the built-in pair answers, which is for demonstration and knows two toy formats: name a model with --target "
     "(dsbd models lists names)"
 )
+
+MOST_REMEMBERED = 4096  # answers of an earlier run that drafts are looked up in
 
 EXPLAINED = (
     "generate answers prompts that come from a file or a pipe, and writes a record for each. For example:",
@@ -450,6 +452,8 @@ class _GenerateRun:
         else:
             answering = engine = load()
             engine.tell = self.reporter.warn
+            if resumes(self._files) and self._files.output is not None and self._files.output.exists():
+                engine.remember(earlier_texts(self._files.output, MOST_REMEMBERED))
         if self._demonstrates:
             say(DEMONSTRATION)
         return answering

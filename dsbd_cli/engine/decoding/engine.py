@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypedDict, TypeVar, Unpack, overload
 
@@ -211,6 +211,11 @@ class Engine:
     def stepper(self) -> Stepper:
         """The stepper that runs the iterations."""
         return self._stepper
+
+    def remember(self, texts: Iterable[Sequence[str]]) -> None:
+        """Let the drafter look up texts of earlier runs. texts: those of each row, the best one first."""
+        for row in texts if self._drafter.learns_rows else ():
+            self._drafter.row_ended((), self.codec.encode_pieces(list(row)))
 
     def observe(self, observer: Observer) -> None:
         """Let this observer, and no other, receive what the engine does from now on."""

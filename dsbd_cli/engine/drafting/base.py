@@ -149,6 +149,7 @@ class Drafter:
             drafter has no model, or one with a cache of its own.
         on_host: the drafter works on the host, so an iteration cannot be captured as a CUDA graph.
         calls: number of draft forwards of the last proposal.
+        learns_rows: row_ended keeps what it is told.
         sources: names that drafted nodes are counted by: of the first drafter, of the second one, of further sources of
             the first. A name may be empty. Without names nothing is counted.
         needs_text: the drafter reads context.prompts.
@@ -158,6 +159,7 @@ class Drafter:
     model: ForestModel | None = None
     on_host: bool = False
     calls: int = 0
+    learns_rows: bool = False
     sources: tuple[str, ...] = ()
     needs_text: bool = False
     by_kernel: bool = False

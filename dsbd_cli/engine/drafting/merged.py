@@ -36,6 +36,7 @@ class FusionDrafter(Drafter):
         self._first, self._second, self._share, self._top_k = first, second, share, top_k
         self.model = first.model
         self.on_host = first.on_host or second.on_host
+        self.learns_rows = first.learns_rows or second.learns_rows
 
     def row_ended(self, prompt: Sequence[int], texts: Sequence[Sequence[int]]) -> None:
         """Tell both drafters."""

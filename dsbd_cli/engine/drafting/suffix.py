@@ -90,6 +90,7 @@ class SuffixDrafter(RecallDrafter):
         self._keep, self._last_prompt = keep, tuple[int, ...]()
         self._ahead: Streams | None = None
         self._vocabulary, self._is_new = vocabulary, False
+        self.learns_rows = history is not None
 
     def streams(self, beams: Beams, prompts: PromptTable | None, depth: int) -> Streams:
         """Look the beams up in all sources, on the host. depth: tokens of a stream."""
@@ -209,6 +210,7 @@ class SuffixDrafter(RecallDrafter):
         """Insert a row that is done into the history: its prompt from where it differs from the one before, with the
         best text, and each other text from where it differs from better ones. Behind COMPARED tokens of what is left
         out, because a context has to be found."""
+        texts = [text for text in texts if text]
         if self._history is None or not texts:
             return
         known = _common(prompt, [self._last_prompt])

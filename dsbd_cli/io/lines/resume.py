@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import os
 import stat
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -215,6 +215,25 @@ def _id_key_failed(line: bytes, path: Path, number: int) -> tuple[str | None, st
     raise UsageError(
         f"--existing resume: line {number} of {path} is no record of dsbd: take it out, or use --existing overwrite"
     )
+
+
+def earlier_texts(path: Path, most: int) -> list[list[str]]:
+    """Return the texts of the last `most` answers in an output file, in both forms of records, the best one first."""
+    with path.open("rb") as stream:
+        records = [read_object(line) or {} for line in deque(stream, most)]
+    texts = []
+    for record in records:
+        response = record.get("response")
+        body = response.get("body") if isinstance(response, dict) else record
+        beams = body.get("beams", body.get("choices")) if isinstance(body, dict) else None
+        found = [_text_of(beam) for beam in beams if isinstance(beam, dict)] if isinstance(beams, list) else []
+        texts.append([text for text in found if isinstance(text, str) and text])
+    return [row for row in texts if row]
+
+
+def _text_of(beam: dict[str, object]) -> object:
+    message = beam.get("message")
+    return message.get("content") if isinstance(message, dict) else beam.get("text")
 
 
 def drop_failed(stream: io.FileIO, path: Path, which: Counter[bytes] | None = None) -> tuple[io.FileIO, int]:
