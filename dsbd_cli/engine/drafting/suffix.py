@@ -9,7 +9,6 @@ can end them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dsbd_cli.config.variants import INDEX, OWN_TEXT, SUFFIX_CACHE, SUFFIX_CONTEXT, SUFFIX_MEMORY, SUFFIX_SOURCE
@@ -30,11 +30,11 @@ from dsbd_cli.engine.drafting.base import DraftContext, DrafterInputs
 from dsbd_cli.engine.drafting.index import Ids, read_index, replace_index
 from dsbd_cli.engine.drafting.paths import Paths, beam_share
 from dsbd_cli.engine.drafting.recall import RecallDrafter
-from dsbd_cli.engine.drafting.text import DECAY, LAST_SCORE, PromptTable, contexts, match_scores, suffix
+from dsbd_cli.engine.drafting.text import PromptTable, contexts, suffix
 from dsbd_cli.engine.planning.planner import Prospects
 from dsbd_cli.errors import UsageError
 from dsbd_cli.ops.interface import SuffixIndex, host_reads
-from dsbd_cli.ops.select import SUFFIX_BYTES, foresee, suffix_index, suffix_missing
+from dsbd_cli.ops.select import SKIPPED, SUFFIX_BYTES, foresee, look_back, suffix_index, suffix_missing
 
 OWN_STREAMS, INDEX_STREAMS = 4, 12  # streams of a beam, from its own text and from each index
 COMPARED = 16  # last tokens that are compared in a beam's own text
@@ -47,22 +47,24 @@ MOST_IDS = 2**31  # of any tokenizer
 
 @dataclass(slots=True)
 class Streams:
-    """Continuations of the beams.
+    """Continuations of the beams, on the host.
 
     Attributes:
-        tokens: [R, W, p, D] int64, NO_TOKEN behind their end. weight: [R, W, p] float32, logs, -inf: absent. match:
-            [R, W] float32, tokens that the best context is alike in. source: [p] int64, number of each stream's source.
+        tokens: [R, W, p, D] int32, NO_TOKEN behind their end. weight: [R, W, p] float32, 0: absent. match: [R, W]
+            float32, tokens that the best context is alike in. source: [p] int64, number of each stream's source.
     """
 
-    tokens: Tensor
-    weight: Tensor
-    match: Tensor
-    source: Tensor
+    tokens: NDArray[np.int32]
+    weight: NDArray[np.float32]
+    match: NDArray[np.float32]
+    source: NDArray[np.int64]
 
-    def of_first(self, count: int, device: torch.device) -> Streams:
-        """Return those of the first beams, on a device. A row begins with one beam."""
-        tokens, weight, match = (value[:, :count].to(device) for value in (self.tokens, self.weight, self.match))
-        return Streams(tokens, weight, match, self.source.to(device))
+    def of_first(self, count: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return tokens (int64), logs of the weights, match and source of the first beams on a device. A row begins
+        with one beam."""
+        tokens = torch.from_numpy(self.tokens[:, :count]).to(device, torch.int64)
+        weight, match = (torch.from_numpy(value[:, :count]).to(device) for value in (self.weight, self.match))
+        return tokens, weight.log(), match, torch.from_numpy(self.source).to(device)
 
 
 class SuffixDrafter(RecallDrafter):
@@ -96,26 +98,33 @@ class SuffixDrafter(RecallDrafter):
         """Look the beams up in all sources, on the host. depth: tokens of a stream."""
         assert prompts is not None
         text, length = (tensor.cpu() for tensor in contexts(prompts, beams))
+        (rows, width), valid = beams.valid.shape, beams.valid.cpu().numpy()
+        compared = min(self._longest, COMPARED)
+        whole = text.flatten(0, 1).to(torch.int32).numpy()
+        last = suffix(text, length, min(self._longest, int(MOST_MATCH)) + SKIPPED).flatten(0, 1).to(torch.int32).numpy()
+        lengths = length.repeat_interleave(width).to(torch.int32).numpy()
         parts = [
-            self._own(text, length, depth) if index is None else self._looked_up(index, text, length, depth)
+            look_back(whole, lengths, compared, OWN_STREAMS, depth)
+            if index is None
+            else index.look_up(last, self._longest, INDEX_STREAMS, depth)
             for index in self._indexes
         ]
-        numbers = [torch.full((part[1].shape[2],), number) for number, part in enumerate(parts)]
-        tokens, weight, match = zip(*parts, strict=True)
-        weights = torch.cat(weight, 2).masked_fill(~beams.valid.cpu().unsqueeze(2), NEG_INF)
-        return Streams(torch.cat(tokens, 2), weights, torch.stack(match).amax(0), torch.cat(numbers))
+        source = np.repeat(np.arange(len(parts)), [part[1].shape[1] for part in parts])
+        tokens, weight = (np.concatenate([part[i] for part in parts], 1) for i in (0, 1))
+        match = np.stack([part[2] for part in parts]).max(0).reshape(rows, width)
+        tokens, weight = tokens.reshape(rows, width, len(source), depth), weight.reshape(rows, width, len(source))
+        return Streams(tokens, weight * valid[..., None], match, source)
 
     def prospects(self, beams: Beams, prompts: PromptTable | None, depth: int, count: int) -> Prospects:
         """Return the chances that all beams of a row go on as their streams do. A layer has as many nodes for each of
         them. The streams are kept for the forest that follows."""
         self._ahead = streams = self.streams(beams, prompts, depth)
-        rows, width = beams.valid.shape
-        most = max(1, count // width)
+        (rows, width), most = streams.match.shape, max(1, count // beams.valid.shape[1])
         per_beam = [*(number for number in PER_BEAM if number < most), most]
         chances = foresee(
-            streams.tokens.to(torch.int32).flatten(0, 1).numpy(),
-            streams.weight.exp().flatten(0, 1).numpy(),
-            (DOUBT * DOUBT_DECAY**streams.match).flatten().numpy(),
+            streams.tokens.reshape(rows * width, -1, depth),
+            streams.weight.reshape(rows * width, -1),
+            (DOUBT * DOUBT_DECAY**streams.match).ravel().astype(np.float32),
             DOUBT_DECAY,
             np.array(per_beam, np.int32),
         ).reshape(rows, width, len(per_beam), -1)
@@ -124,41 +133,17 @@ class SuffixDrafter(RecallDrafter):
         chances = np.where(valid[..., None, None], chances, 1.0).prod(1) * (begun | (width == 1))[:, None, None]
         return Prospects([number * width for number in per_beam], chances[valid.any(1)].astype(np.float64))
 
-    def _own(self, text: Tensor, length: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return tokens, weights and match of the streams of the beams' own texts, as in `Streams`. Some of the tokens
-        that are compared may differ. A stream that reaches the end goes on from its own beginning, because the text
-        has repeated itself so far."""
-        compared = min(self._longest, COMPARED)
-        score, start = match_scores(text, length, compared).topk(min(OWN_STREAMS, text.shape[2]), 2)
-        steps = torch.arange(depth)
-        period = (length.view(-1, 1, 1) - start).clamp(min=1).unsqueeze(-1)
-        at = (start.unsqueeze(-1) + steps % period).flatten(2)
-        alike = alike_tokens(score // text.shape[2])
-        weight = torch.where(score >= 0, math.log(2) * alike, NEG_INF)
-        match = torch.where(score >= 0, alike, 0.0).amax(2)
-        return text.gather(2, at).view(*start.shape, depth), weight, match
-
-    def _looked_up(self, index: SuffixIndex, text: Tensor, length: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return tokens, weights and match of the streams of an index, as in `Streams`."""
-        rows, beams = text.shape[:2]
-        last = suffix(text, length, min(self._longest, int(MOST_MATCH)) + 2)
-        tokens, weight, match = index.look_up(last.flatten(0, 1).numpy(), self._longest, INDEX_STREAMS, depth)
-        return (
-            torch.from_numpy(tokens).to(torch.int64).view(rows, beams, INDEX_STREAMS, -1),
-            torch.from_numpy(weight).log().view(rows, beams, INDEX_STREAMS),
-            torch.from_numpy(match).view(rows, beams),
-        )
-
     def paths(self, context: DraftContext) -> Paths:
         """Return the streams as paths. A beam's share of the mass is divided by the streams' weights."""
         device = context.beams.token.device
-        streams = self.streams(context.beams, context.prompts, context.depth).of_first(context.num_beams, device)
-        rows, beams, count = streams.weight.shape
-        share = torch.softmax(streams.weight, 2).nan_to_num(nan=0.0)
-        length = (streams.tokens >= 0).to(torch.int64).cumprod(-1).sum(-1)
+        streams = self.streams(context.beams, context.prompts, context.depth)
+        stream_tokens, weight, _, _ = streams.of_first(context.num_beams, device)
+        rows, beams, count = weight.shape
+        share = torch.softmax(weight, 2).nan_to_num(nan=0.0)
+        length = (stream_tokens >= 0).to(torch.int64).cumprod(-1).sum(-1)
         return Paths(
             root=torch.arange(beams, device=device).view(1, -1, 1).expand(rows, beams, count).flatten(1),
-            tokens=streams.tokens.clamp(min=0).flatten(1, 2),
+            tokens=stream_tokens.clamp(min=0).flatten(1, 2),
             length=torch.where(share > 0, length, 0).flatten(1),
             weight=((beam_share(context.beams) + 1e-3).unsqueeze(2) * share).flatten(1),
         )
@@ -171,14 +156,13 @@ class SuffixDrafter(RecallDrafter):
             return forest
         if streams is None:
             streams = self.streams(context.beams, context.prompts, context.depth)
-        streams = streams.of_first(forest.num_beams, context.beams.token.device)
-        count = streams.weight.shape[2]
-        weight = streams.weight  # [R, n, p], of the streams that led to each node
-        doubt = DOUBT * DOUBT_DECAY**streams.match  # [R, n]
+        # weight: [R, n, p], of the streams that led to each node
+        stream_tokens, weight, match, source = streams.of_first(forest.num_beams, context.beams.token.device)
+        count, doubt = weight.shape[2], DOUBT * DOUBT_DECAY**match  # doubt: [R, n]
         for layer in range(context.depth):
             nodes = forest.layers[layer]
             at = nodes.root.unsqueeze(-1).expand(-1, -1, count)
-            guess = streams.tokens[..., layer].gather(1, at)
+            guess = stream_tokens[..., layer].gather(1, at)
             guess = torch.where(weight > NEG_INF, guess, NO_TOKEN)
             equal = (guess.unsqueeze(-1) == guess.unsqueeze(-2)) & (guess >= 0).unsqueeze(-1)
             shares = torch.where(equal, weight.unsqueeze(-2), NEG_INF).logsumexp(-1)
@@ -195,7 +179,7 @@ class SuffixDrafter(RecallDrafter):
             weight = torch.where(guessed | ~known.unsqueeze(-1), parents, NEG_INF)
             doubt = doubt.gather(1, parent) * torch.where(known, DOUBT_DECAY, 1.0)
             if self.sources:
-                best = streams.source[weight.argmax(-1)]
+                best = source[weight.argmax(-1)]
                 made.drafter_id.copy_(torch.where(known & (best > 0), 1 << (SOURCE_BITS * best), 0))
         return forest
 
@@ -241,12 +225,6 @@ def _common(tokens: Sequence[int], others: Sequence[Sequence[int]]) -> int:
             common += 1
         longest = max(longest, common)
     return longest
-
-
-def alike_tokens(score: Tensor) -> Tensor:
-    """Return how many equal last tokens have this score of `match_scores`: float32."""
-    rest = (1 - score.clamp(min=0) / LAST_SCORE * (1 - DECAY)).clamp(min=DECAY**MOST_MATCH)
-    return torch.log(rest) / math.log(DECAY)
 
 
 def make(inputs: DrafterInputs) -> SuffixDrafter:

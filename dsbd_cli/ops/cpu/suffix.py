@@ -18,7 +18,7 @@ NO_TOKEN = -1  # between documents, and where a text or a path has no token
 LENGTHS = (12, 5, 2)  # of contexts that are looked up, the longest first
 HITS = 32  # last positions of a context that count
 SKIPPED = 2  # last tokens of a text that may differ
-DECAY = 0.85  # factor for each token before the last one, in the likeness of two contexts
+LAST_SCORE, DECAY = 1000, 0.85  # likeness of an equal last token, and the factor for each token before it
 MOST_MATCH = 20.0  # tokens; a context that is alike in more is no better
 POSITIONS = 2**31  # positions are counted modulo this number
 BYTES = 4 * (1 + 2 * len(LENGTHS))  # of memory per token
@@ -90,6 +90,17 @@ class SuffixIndex:
         arrays = self._tokens, self._before, self._heads, self._end, np.ascontiguousarray(texts, np.int32)
         compiled().look_up(*arrays, longest, tokens, weight, match)
         return Continuations(tokens[:, :-1], weight[:, :-1], match)
+
+
+def look_back(texts: Ids, lengths: Ids, longest: int, paths: int, depth: int) -> Continuations:
+    """Return what followed in each text itself, behind places whose last tokens are most like its end, the likest
+    first. Some of these tokens may differ. texts: [B, X]. lengths: [B]. longest: tokens that are compared."""
+    rows = len(texts)
+    scores = np.array([max(1, round(LAST_SCORE * DECAY**back)) for back in range(longest)], np.int32)
+    tokens, weight = np.empty((rows, paths, depth), np.int32), np.empty((rows, paths), np.float32)
+    match = np.empty(rows, np.float32)
+    compiled().look_back(texts, lengths, scores, tokens, weight, match)
+    return Continuations(tokens, weight, match)
 
 
 def foresee(tokens: Ids, weight: Reals, doubt: Reals, decay: float, counts: Ids) -> Reals:

@@ -12,11 +12,13 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dsbd_cli.engine.drafting.text import match_scores
 from dsbd_cli.ops.cpu import suffix
-from dsbd_cli.ops.cpu.suffix import BYTES, DECAY, HITS, LENGTHS, MOST_MATCH, NO_TOKEN, SKIPPED, SuffixIndex
+from dsbd_cli.ops.cpu.suffix import BYTES, DECAY, HITS, LENGTHS, MOST_MATCH, NO_TOKEN, SKIPPED, SuffixIndex, look_back
 
 PATHS, DEPTH = 12, 4
 Found = tuple[dict[tuple[int, ...], float], float]
@@ -152,6 +154,28 @@ def test_a_corpus_larger_than_the_memory_keeps_its_end() -> None:
     tokens = np.arange(40_000, dtype=np.int32)
     index.insert(tokens)
     assert index.tokens.tolist() == [*range(40_000 - 2**14 + 1, 40_000), NO_TOKEN]
+
+
+@pytest.mark.parametrize("longest", [2, 5, 16])
+def test_a_look_back_is_the_comparison_of_tensors(longest: int) -> None:
+    """That of `ngram`: the same places in the same order, and the same likeness."""
+    draw = random.Random(longest)
+    for _ in range(40):
+        length = draw.randint(1, 40)
+        text = [draw.randint(0, 3) for _ in range(length)]
+        padded = [*text, *[NO_TOKEN] * 3]
+        rank, start = match_scores(torch.tensor([[padded]]), torch.tensor([length]), longest).topk(min(4, length), 2)
+        found = look_back(np.array([padded], np.int32), np.array([length], np.int32), longest, 4, 5)
+        expected = [
+            [text[place + step % (length - place)] for step in range(5)]
+            for worth, place in zip(rank[0, 0].tolist(), start[0, 0].tolist(), strict=True)
+            if worth >= 0
+        ]
+        assert found.tokens[0][: len(expected)].tolist() == expected
+        assert (found.weight[0] > 0).tolist() == [number < len(expected) for number in range(4)]
+        score = rank[0, 0, 0].item() // len(padded) / 1000 if expected else 0.0
+        alike = math.log(1 - min(score * (1 - DECAY), 1 - DECAY**MOST_MATCH)) / math.log(DECAY)
+        assert found.match[0] == pytest.approx(alike, abs=1e-4)
 
 
 def test_texts_of_a_batch_are_looked_up_apart() -> None:

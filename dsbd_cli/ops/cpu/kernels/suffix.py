@@ -154,6 +154,45 @@ def look_up(tokens, before, heads, end, texts, longest, paths, weight, match):
         paths[b, count:] = NO_TOKEN
 
 
+@compiled(types.void(_I2, _I1, _I1, _I3, _F2, _F1))
+def look_back(texts, lengths, scores, paths, weight, match):
+    """Write what followed in each text itself behind places whose last tokens are most like its end.
+
+    texts: [B, X]; lengths: [B]. scores: [n], of an equal last token and of those before it. paths, weight, match: as
+    for `look_up`, but paths may be equal. A path that reaches the end goes on from its own beginning, because the text
+    has repeated itself so far. Of equal places the later one comes first.
+    """
+    room, depth = paths.shape[1], paths.shape[2]
+    best, starts = np.empty(room, np.int64), np.empty(room, np.int64)
+    inverse = 1 / math.log(DECAY)
+    for b in range(len(texts)):
+        length, held = lengths[b], 0
+        for start in range(length - 1, 0, -1):
+            score = 0
+            for back in range(1, min(len(scores), start) + 1):
+                if texts[b, start - back] == texts[b, length - back]:
+                    score += scores[back - 1]
+            if score == 0 or (held == room and score <= best[room - 1]):
+                continue
+            place = min(held, room - 1)
+            while place > 0 and best[place - 1] < score:
+                best[place], starts[place] = best[place - 1], starts[place - 1]
+                place -= 1
+            best[place], starts[place] = score, start
+            held = min(held + 1, room)
+        match[b] = 0
+        weight[b] = 0
+        paths[b] = NO_TOKEN
+        for place in range(held):
+            rest = 1 - types.float64(best[place]) / scores[0] * (1 - DECAY)
+            alike = min(types.float64(MOST_MATCH), math.log(max(rest, DECAY**MOST_MATCH)) * inverse)
+            weight[b, place] = types.float32(2**alike)
+            match[b] = max(match[b], types.float32(alike))
+            period = length - starts[place]
+            for step in range(depth):
+                paths[b, place, step] = texts[b, starts[place] + step % period]
+
+
 @compiled(types.void(_I2, _F1, types.float32, types.float32, _I1, _F2))
 def foresee(tokens, weight, doubt, decay, counts, chances):
     """Write the chance that the next tokens of a text are drafted: chances [C, D], down to each depth, if a layer has
