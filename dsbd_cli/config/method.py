@@ -101,7 +101,7 @@ class MethodConfig:
     # a given setting that needs a draft
     _asks_for_draft: str | None = field(default=None, init=False, repr=False, compare=False)
     # there is no draft and none was asked for: look-ups serve where they cost nothing, see Engine
-    assumed: bool = field(default=False, init=False, repr=False, compare=False)
+    _assumed: bool = field(default=False, init=False, repr=False, compare=False)
 
     if TYPE_CHECKING:  # more types may be given than the fields then hold
 
@@ -284,13 +284,18 @@ class MethodConfig:
             raise UsageError(f"draft is None, but {asks}, which needs a draft model: give one, or drop it")
         if self.adaptive_depth and not self.dynamic:
             looks_up = replace(self, drafter=SUFFIX, depth=None, adaptive_depth=None)  # type: ignore[arg-type]
-            object.__setattr__(looks_up, "assumed", True)
+            object.__setattr__(looks_up, "_assumed", True)
             return looks_up
         return self.without_drafts()
 
     def without_drafts(self) -> MethodConfig:
         """Return this method as plain decoding."""
         return replace(self, drafter=BEAM, depth=0, adaptive_depth=False, width="fixed")
+
+    @property
+    def assumed(self) -> bool:
+        """True where nothing was asked, so that look-ups serve only where they cost nothing."""
+        return self._assumed
 
     @property
     def index_file(self) -> str | None:

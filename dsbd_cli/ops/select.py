@@ -231,8 +231,8 @@ TABLE = (
     Kernel("verify", _verify, iteration.compiled, _ITERATIONS),
     Kernel("commit", _commit, iteration.compiled, _ITERATIONS),
     Kernel("scan", scan.compiled, scan.compiled, "torch computes recurrent layers"),
-    Kernel("suffix", suffix, suffix.compiled, "nothing is looked up", least=BASE),
 )  # fmt: skip
+_SUFFIX = Kernel("suffix", suffix, suffix.compiled, "nothing is looked up", least=BASE)
 _UNPACK = Kernel("unpack", blocks, blocks.compiled, "torch unpacks the blocks of GGUF files", needs=(_X86, _TEAM))
 _unloadable = functools.cache(unloadable)
 
@@ -349,8 +349,7 @@ def unpacked_blocks(rows: Blocks) -> Tensor | None:
 
 def suffix_missing() -> str | None:
     """Return why no suffix index can be had on this machine; None where one can."""
-    kernel, reason = choose("suffix", torch.float32)
-    return None if kernel is not None else reason
+    return _missing(_SUFFIX, torch.float32, frozenset())
 
 
 def suffix_index(room: int) -> SuffixIndex:

@@ -248,11 +248,12 @@ def _renderer(options: Mapping[str, object], prompts: PromptOptions) -> Callable
         if setting.min_width is not None:
             changed["width"] = _narrowed(width, setting.min_width)
         if not setting.depth:
-            names = ["depth", "drafts_per_layer", "width", "drafter"]
+            names = ["drafts_per_layer", "width", "drafter"]
             if verify is not None and RULES[parse("--verify", verify, RULES)[0]].needs_draft:
                 names.append("verify")  # without a draft it is plain sampling
             trusted = "target" if options.get("trust_remote_code") in ("target", "both") else None
-            changed = {**dict.fromkeys(names), "draft": "none", "device": devices_of(device)[0]}
+            changed = {**dict.fromkeys(names), "depth": "0", "draft": "none"}
+            changed["device"] = devices_of(device)[0]
             changed["trust_remote_code"] = trusted
         words = option_words(_needed({**options, **changed}))
         words += ["--chat"] if prompts.chat else []

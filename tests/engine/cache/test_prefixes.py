@@ -161,6 +161,8 @@ def test_a_model_that_keeps_more_than_slots_reads_every_prompt() -> None:
 class Planned:
     """A planner that drafts in some iterations."""
 
+    foresees = False
+
     def __init__(self, drafting: set[int]) -> None:
         self._drafting, self._asked = drafting, 0
 

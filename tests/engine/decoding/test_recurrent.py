@@ -112,6 +112,8 @@ def test_coupled_text_does_not_depend_on_the_draft(pair: tuple[str, str]) -> Non
 class Resting:
     """A planner that drafts now and then, so that the draft comes back to texts it has not seen."""
 
+    foresees = False
+
     def __init__(self, rest: int) -> None:
         self.rest, self.asked = rest, 0
 

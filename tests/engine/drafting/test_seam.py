@@ -51,7 +51,7 @@ def test_sampled_nodes_stand_first_and_have_a_distribution(options: dict[str, An
             assert (distribution.log_drawn[drawn] <= distribution.log_rest[drawn] + 1e-9).all()
             assert torch.isfinite(distribution.log_rest[drawn]).all()
     names = options["drafter"].split("+")
-    ranked = names[0] in ("ngram", "retrieval") or options.get("tree") == "top-k"
+    ranked = names[0] in ("ngram", "suffix", "retrieval") or options.get("tree") == "top-k"
     assert (sampled == 0) == ranked
     assert (deterministic > 0) == (ranked or len(names) == 2)
 

@@ -375,12 +375,12 @@ def test_kernels_that_were_never_compiled_are_compiled_beside(tmp_path: Path, mo
     monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
     with monkeypatch.context() as replaced:
         replaced.setattr(runtime.subprocess, "Popen", Child)
-        compile_beside("program")
+        compile_beside("linear")
     (command,) = begun
     (tmp_path / "numba.py").write_text("raise SystemExit(3)")
     subprocess.run(command, check=True, cwd=tmp_path, timeout=100)
     monkeypatch.setattr(runtime.subprocess, "Popen", lambda *_, **__: pytest.fail("it has been done"))
-    compile_beside("program")
+    compile_beside("linear")
 
 
 def cannot_start(*_: object, **__: object) -> None:
@@ -406,12 +406,12 @@ def test_kernels_that_would_not_be_kept_are_not_compiled_beside(
         folder.chmod(0o777)
     elif why == "no numba":
         monkeypatch.setattr(runtime.importlib.util, "find_spec", lambda name: None)
-    compile_beside("program")
+    compile_beside("linear")
     assert not waited
 
 
 def test_the_folder_of_compiled_kernels_is_the_one_that_has_them() -> None:
-    made = runtime.kernels("program", "run")
+    made = runtime.kernels("layer", "run")
     assert made
     if "NUMBA_CACHE_DIR" not in os.environ and os.access(compiled_folder().parent, os.W_OK):
-        assert list(compiled_folder().glob("program.*.nbi"))
+        assert list(compiled_folder().glob("layer.*.nbi"))
