@@ -96,7 +96,7 @@ def load(
     method = (method or MethodConfig()).fit_draft(None if draft_spec is None else draft_spec.source)
     if allow is not None:
         _check_list(os.fspath(allow))
-    if (index := method.index_file) is not None:
+    for index in method.index_files:
         with reading(f"index {index}"):
             open(index, "rb").close()
     checkpoint, draft_checkpoint = open_pair(spec, draft_spec)
@@ -217,8 +217,8 @@ def _check_indexes(method: MethodConfig, checkpoint: Checkpoint) -> None:
     cache = method.value(SUFFIX_CACHE)
     if cache is not None and not Path(cache).absolute().parent.is_dir():
         raise UsageError(f"cache {cache} cannot be written: there is no folder {Path(cache).parent}")
-    files = [Path(name) for name in (method.index_file, cache) if name is not None]
-    files = [path for path in files if path.exists() or str(path) != cache]
+    files = [Path(name) for name in method.index_files]
+    files += [Path(cache)] if cache is not None and Path(cache).exists() else []
     if files:
         from dsbd_cli.engine.drafting.index import read_index
         from dsbd_cli.models.load_model import read_small_files

@@ -298,10 +298,9 @@ class MethodConfig:
         return self._assumed
 
     @property
-    def index_file(self) -> str | None:
-        """The file that the drafter looks up in; None where it has none."""
-        source = self.value(SUFFIX_SOURCE)
-        return self.value(INDEX) if source == OWN_TEXT else source or self.value(INDEX)
+    def index_files(self) -> tuple[str, ...]:
+        """Files that the drafters look up in, without the cache of `suffix`."""
+        return tuple(name for name in (self.value(SUFFIX_SOURCE), self.value(INDEX)) if name not in (None, OWN_TEXT))
 
     @property
     def variants(self) -> tuple[Variant, ...]:

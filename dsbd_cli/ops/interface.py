@@ -83,7 +83,7 @@ class RowsLinear(Protocol):
         ...
 
 
-class SuffixIndex(Protocol):
+class TextIndex(Protocol):
     """An index of texts that grows while it is searched. held: tokens in it. tokens: all of them, [held] int32."""
 
     held: int

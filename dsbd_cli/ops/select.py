@@ -32,7 +32,7 @@ from dsbd_cli.ops.cpu import (
     suffix,
 )
 from dsbd_cli.ops.cpu.runtime import FLOATS, compile_beside, may_use_matrix_units, team, unloadable
-from dsbd_cli.ops.interface import Backend, Linear, OpChoice, Ops, RowsLinear, SuffixIndex
+from dsbd_cli.ops.interface import Backend, Linear, OpChoice, Ops, RowsLinear, TextIndex
 from dsbd_cli.ops.processor import ON_ARM, Processor, current
 from dsbd_cli.ops.quantized_weight import GROUP, Blocks, FourBit, QuantizedWeight
 from dsbd_cli.ops.triton import available
@@ -43,7 +43,8 @@ MIXERS = ("output_gate", "gated_norm", "delta_inputs", "step_sizes", "scan")  # 
 MODEL = ("linear", "path_attention", "prompt_attention", "log_total")
 DECODER = (*LAYERS, *MODEL)
 EXPERTS = ("experts",)  # of a decoder with mixtures
-SUFFIX_BYTES, SKIPPED, foresee, look_back = suffix.BYTES, suffix.SKIPPED, suffix.foresee, suffix.look_back
+SUFFIX_BYTES, MOST_MATCH, SKIPPED = suffix.BYTES, suffix.MOST_MATCH, suffix.SKIPPED
+foresee, look_back = suffix.foresee, suffix.look_back
 ITERATION_KERNELS = ("candidates", "draft", "verify", "commit", "move")
 ITERATION = ("log_total", *ITERATION_KERNELS)
 GPU_LAYERS = ("norm", "gated", "rotate", "linear")
@@ -352,7 +353,7 @@ def suffix_missing() -> str | None:
     return _missing(_SUFFIX, torch.float32, frozenset())
 
 
-def suffix_index(room: int) -> SuffixIndex:
+def suffix_index(room: int) -> TextIndex:
     """Return an empty suffix index. room: tokens that it may hold, each with SUFFIX_BYTES of memory."""
     return suffix.SuffixIndex(room)
 

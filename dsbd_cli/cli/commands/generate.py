@@ -140,8 +140,9 @@ def generate(
         refuse_idle(f"{named} writes no tokens", (option_name("token_logprobs"), sampling.token_logprobs or None))
     if files.input_format == "text" and not files.chat:
         refuse_idle_templates("--input-format text without --chat has prompts alone", devices)
-    check_files(files, [answers.allow, devices.chat_template, settings.method.index_file, job.config, *settings.files])
     cache, several = settings.method.value(SUFFIX_CACHE), "--shard" if scale.workers is None else "--workers"
+    looked_up = [*settings.method.index_files, cache]
+    check_files(files, [answers.allow, devices.chat_template, *looked_up, job.config, *settings.files])
     if cache is not None and (scale.workers is not None or scale.shard is not None):
         raise UsageError(f"cache={cache} would be written by several processes: drop {several}")
     run = _GenerateRun(

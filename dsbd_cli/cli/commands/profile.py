@@ -124,7 +124,7 @@ def profile(
         )
     if wanted.quiet and wanted.show is not None and wanted.json is None:
         raise UsageError("--show prints a tree and --quiet prints nothing but a command: drop one, or add --json")
-    inputs = [prompts.input, answers.allow, devices.chat_template, settings.method.index_file, *settings.files]
+    inputs = [prompts.input, answers.allow, devices.chat_template, *settings.method.index_files, *settings.files]
     check_report_files({"--json": wanted.json}, inputs, existing=wanted.existing)
     requests = _requests(prompts, settings, devices)
     options = given_options(pair, method, sampling, answers, devices)

@@ -67,7 +67,7 @@ def certain(rows: Sequence[Sequence[int]]) -> Prospects:
     """Return the prospects of rows whose layers, of these numbers of nodes, are certain to pass."""
     needed = [list(accumulate(row, max)) for row in rows]
     counts = sorted({number for row in needed for number in row}) or [1]
-    depth = max(1, *map(len, needed), 1)
+    depth = max([1, *map(len, needed)])
     chances = np.zeros((len(rows), len(counts), depth))
     for row, numbers in enumerate(needed):
         chances[row, :, : len(numbers)] = np.array(counts)[:, None] >= np.array(numbers)

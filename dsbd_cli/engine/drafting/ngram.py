@@ -10,6 +10,7 @@ they differ from the best one in a token or two.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from dsbd_cli.config.variants import NGRAM
 from dsbd_cli.engine.constraints.legal import NO_TOKEN
@@ -17,12 +18,33 @@ from dsbd_cli.engine.core.forest import Forest
 from dsbd_cli.engine.drafting.base import DraftContext, DrafterInputs
 from dsbd_cli.engine.drafting.paths import Paths, beam_share
 from dsbd_cli.engine.drafting.recall import RecallDrafter
-from dsbd_cli.engine.drafting.text import contexts, match_scores
+from dsbd_cli.engine.drafting.text import contexts, suffix
 from dsbd_cli.ops.interface import host_reads
 
 PLACES = 4  # places of the text that each beam follows
 # Guessed log-probability of the token at the best place, and how much less it is at each further place
 BEST_LOGPROB, LOGPROB_STEP = -0.02, 3.0
+LAST_SCORE, DECAY = 1000, 0.85  # score of an equal last token, and the factor for each token before it
+
+
+def match_scores(tokens: Tensor, length: Tensor, longest: int) -> Tensor:
+    """Score how good it is to continue at every place of the text: [R, W, X] int64, -1 where nothing matches. A place
+    scores higher the more the tokens before it are like the last ones. Of equal places the later one scores higher.
+
+    tokens: [R, W, X]; length: [R]. longest: how many of the last tokens are compared.
+    """
+    width = tokens.shape[2]
+    position = torch.arange(width, device=tokens.device)
+    last = suffix(tokens, length, longest)
+    last = torch.where(last == NO_TOKEN, NO_TOKEN - 1, last)  # equal to no token
+    before = torch.nn.functional.pad(tokens, (longest, 0), value=NO_TOKEN)
+    worth = torch.zeros_like(tokens)
+    for back in range(1, longest + 1):
+        at = longest - back
+        equal = before[:, :, at : at + width] == last[:, :, at : at + 1]
+        worth.add_(equal, alpha=max(1, round(LAST_SCORE * DECAY ** (back - 1))))
+    real = (worth > 0) & (position < length.unsqueeze(1)).unsqueeze(1)
+    return torch.where(real, worth * width + position, -1)
 
 
 class NgramDrafter(RecallDrafter):

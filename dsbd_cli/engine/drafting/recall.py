@@ -123,9 +123,9 @@ class RecallDrafter(PathDrafter):
         return Candidates(tokens, logprobs, full=False)
 
     def learn(self, forest: Forest, candidates: Candidates) -> None:
-        """Keep the target's candidates for the next iteration."""
+        """Keep the target's candidates of drafted nodes for the next iteration. Roots do not come again."""
         if self._recalls:
-            self._recall = Recall(forest, candidates)
+            self._recall = Recall(forest, candidates) if forest.depth else None
 
     def select(self, rows: Tensor) -> None:
         """Keep what is remembered of these rows."""

@@ -3,8 +3,8 @@ before, in its own text, in the rows of the run that are done, and in a file. Th
 
 Each beam has *streams*: continuations of earlier places whose last tokens are like its own. A stream weighs more the
 more tokens are alike, and streams that agree add up. A node's tokens have the shares of the streams that led to it,
-times a trust that grows with each token that was alike. So the trust of a layer says how deep drafts pay, and a gate
-can end them.
+times a trust that grows with each token that was alike. From this follow the chances that layers pass, by which the
+planner chooses how many layers and nodes are drafted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from torch import Tensor
 from dsbd_cli.config.variants import INDEX, OWN_TEXT, SUFFIX_CACHE, SUFFIX_CONTEXT, SUFFIX_MEMORY, SUFFIX_SOURCE
 from dsbd_cli.engine.constraints.legal import NO_TOKEN
 from dsbd_cli.engine.core.beams import Beams
-from dsbd_cli.engine.core.candidates import Candidates
 from dsbd_cli.engine.core.forest import Forest
 from dsbd_cli.engine.core.report import SOURCE_BITS
 from dsbd_cli.engine.core.topk import NEG_INF
@@ -33,12 +32,11 @@ from dsbd_cli.engine.drafting.recall import RecallDrafter
 from dsbd_cli.engine.drafting.text import PromptTable, contexts, suffix
 from dsbd_cli.engine.planning.planner import Prospects
 from dsbd_cli.errors import UsageError
-from dsbd_cli.ops.interface import SuffixIndex, host_reads
-from dsbd_cli.ops.select import SKIPPED, SUFFIX_BYTES, foresee, look_back, suffix_index, suffix_missing
+from dsbd_cli.ops.interface import TextIndex, host_reads
+from dsbd_cli.ops.select import MOST_MATCH, SKIPPED, SUFFIX_BYTES, foresee, look_back, suffix_index, suffix_missing
 
 OWN_STREAMS, INDEX_STREAMS = 4, 12  # streams of a beam, from its own text and from each index
 COMPARED = 16  # last tokens that are compared in a beam's own text
-MOST_MATCH = 20.0  # tokens; a context that is alike in more is no better
 PER_BEAM = (1, 2, 3, 4, 6, 8)  # numbers of nodes of a layer for each beam
 DOUBT, DOUBT_DECAY = 0.9, 0.8  # share of tokens that are not as expected, and its factor for each token that is alike
 MEGABYTE = 2**20
@@ -74,10 +72,10 @@ class SuffixDrafter(RecallDrafter):
 
     def __init__(
         self,
-        sources: dict[str, SuffixIndex | None],
+        sources: dict[str, TextIndex | None],
         longest: int,
         *,
-        history: SuffixIndex | None = None,
+        history: TextIndex | None = None,
         keep: Callable[[Ids], None] | None = None,
         vocabulary: int = MOST_IDS,
         recalls: bool = True,
@@ -101,7 +99,7 @@ class SuffixDrafter(RecallDrafter):
         (rows, width), valid = beams.valid.shape, beams.valid.cpu().numpy()
         compared = min(self._longest, COMPARED)
         whole = text.flatten(0, 1).to(torch.int32).numpy()
-        last = suffix(text, length, min(self._longest, int(MOST_MATCH)) + SKIPPED).flatten(0, 1).to(torch.int32).numpy()
+        last = suffix(text, length, min(self._longest, MOST_MATCH) + SKIPPED).flatten(0, 1).to(torch.int32).numpy()
         lengths = length.repeat_interleave(width).to(torch.int32).numpy()
         parts = [
             look_back(whole, lengths, compared, OWN_STREAMS, depth)
@@ -149,7 +147,7 @@ class SuffixDrafter(RecallDrafter):
         )
 
     def propose(self, context: DraftContext) -> Forest:
-        """Draft the K best pairs of every layer, down to the first layer that has none."""
+        """Draft the K best pairs of every layer."""
         forest = Forest(context.buffer)
         streams, self._ahead = self._ahead, None
         if context.depth == 0:
@@ -182,13 +180,6 @@ class SuffixDrafter(RecallDrafter):
                 best = source[weight.argmax(-1)]
                 made.drafter_id.copy_(torch.where(known & (best > 0), 1 << (SOURCE_BITS * best), 0))
         return forest
-
-    def learn(self, forest: Forest, candidates: Candidates) -> None:
-        """Keep the target's candidates of drafted nodes for the next iteration."""
-        if forest.depth:
-            super().learn(forest, candidates)
-        else:
-            self._recall = None
 
     def row_ended(self, prompt: Sequence[int], texts: Sequence[Sequence[int]]) -> None:
         """Insert a row that is done into the history: its prompt from where it differs from the one before, with the
@@ -235,7 +226,7 @@ def make(inputs: DrafterInputs) -> SuffixDrafter:
     method = inputs.method
     source, cache = method.value(SUFFIX_SOURCE), method.value(SUFFIX_CACHE)
     check_suffix_index()
-    sources: dict[str, SuffixIndex | None] = {"own": None}
+    sources: dict[str, TextIndex | None] = {"own": None}
     history, keep = None, None
     if source != OWN_TEXT and method.exactness == "same-text":
         sources["rows"] = history = suffix_index(method.value(SUFFIX_MEMORY) * MEGABYTE // SUFFIX_BYTES)
@@ -262,10 +253,10 @@ def make_retrieval(inputs: DrafterInputs) -> SuffixDrafter:
     index = inputs.method.value(INDEX)
     assert index is not None, "checked by MethodConfig"
     check_suffix_index()
-    return SuffixDrafter({"file": loaded(Path(index), inputs)}, int(MOST_MATCH), recalls=host_reads(inputs.device))
+    return SuffixDrafter({"file": loaded(Path(index), inputs)}, MOST_MATCH, recalls=host_reads(inputs.device))
 
 
-def loaded(path: Path, inputs: DrafterInputs) -> SuffixIndex:
+def loaded(path: Path, inputs: DrafterInputs) -> TextIndex:
     """Return the index of a file. Raises UsageError where it cannot be used."""
     tokens = read_index(path, inputs.codec.token_bytes())
     index = suffix_index(2 * len(tokens))

@@ -14,8 +14,6 @@ from torch import Tensor
 from dsbd_cli.engine.constraints.legal import NO_TOKEN, joined
 from dsbd_cli.engine.core.beams import Beams
 
-LAST_SCORE, DECAY = 1000, 0.85  # score of an equal last token, and the factor for each token before it
-
 
 @dataclass(slots=True)
 class PromptTable:
@@ -56,23 +54,3 @@ def suffix(tokens: Tensor, length: Tensor, count: int) -> Tensor:
     at = length.unsqueeze(1) - torch.arange(count, 0, -1, device=tokens.device)  # [R, count]
     index = at.clamp(min=0).unsqueeze(1).expand(-1, tokens.shape[1], -1)
     return tokens.gather(2, index).masked_fill((at < 0).unsqueeze(1), NO_TOKEN)
-
-
-def match_scores(tokens: Tensor, length: Tensor, longest: int) -> Tensor:
-    """Score how good it is to continue at every place of the text: [R, W, X] int64, -1 where nothing matches. A place
-    scores higher the more the tokens before it are like the last ones. Of equal places the later one scores higher.
-
-    tokens: [R, W, X]; length: [R]. longest: how many of the last tokens are compared.
-    """
-    width = tokens.shape[2]
-    position = torch.arange(width, device=tokens.device)
-    last = suffix(tokens, length, longest)
-    last = torch.where(last == NO_TOKEN, NO_TOKEN - 1, last)  # equal to no token
-    before = torch.nn.functional.pad(tokens, (longest, 0), value=NO_TOKEN)
-    worth = torch.zeros_like(tokens)
-    for back in range(1, longest + 1):
-        at = longest - back
-        equal = before[:, :, at : at + width] == last[:, :, at : at + 1]
-        worth.add_(equal, alpha=max(1, round(LAST_SCORE * DECAY ** (back - 1))))
-    real = (worth > 0) & (position < length.unsqueeze(1)).unsqueeze(1)
-    return torch.where(real, worth * width + position, -1)

@@ -179,17 +179,21 @@ class ProspectPlanner(Planner):
 
     def __init__(self, method: MethodConfig) -> None:
         super().__init__(method)
-        self._beams, self._depth, self._times = method.num_beams, method.depth, RelativeTimes()
+        self._beams, self._times = method.num_beams, RelativeTimes()
         # the beams of a row go on alike, so more of their layers pass than if each had a chance of its own
         self._exponent = 1.0 if method.num_beams == 1 else SEVERAL_BEAMS
         self._has_run = set[tuple[int, Shape]]()
-        self._all = Acceptance(np.zeros((2, method.depth, len(CHANCES) + 1)))
+        # foreseen and real passes by like chances, of layers of any depth
+        self._all = Acceptance(np.zeros((2, 1, len(CHANCES) + 1)))
         self._foreseen = np.zeros((0, 0))  # [rows, D] chance that a layer passes if those above it do
         self._most_nodes = math.inf  # most nodes of all rows that fit into memory
+        self._drafted = 0  # iterations with drafts
 
     def cut(self, shape: Shape, prospects: Prospects, requests: Sequence[Acceptance]) -> Shape:
         """Return the shape of the most expected steps per second."""
         rows, depth, chances = len(requests), prospects.chances.shape[2], prospects.chances
+        if self._drafted >= TRIES and not self._times.knows(rows * self._beams):  # what drafts cost, by none
+            return Shape(0, shape.drafts_per_layer)
         above = np.concatenate((np.ones_like(chances[..., :1]), chances[..., :-1]), 2)
         foreseen = np.divide(chances, above, out=np.zeros_like(chances), where=above > 0) ** self._exponent
         own = np.array([self._of_row(request) for request in requests])[:, None, None]
@@ -228,20 +232,21 @@ class ProspectPlanner(Planner):
         if seen.steady and (rows, shape) in self._has_run:
             self._times.add(rows * shape.nodes(self._beams), sum(seen.seconds.values()))
         self._has_run.add((rows, shape))
+        assert self._all.counts is not None
+        self._all.counts *= FORGOTTEN  # so that what did not pass is tried again
         if not shape.depth:
             return
+        self._drafted += 1
         sums: tuple[Numbers, Numbers] | None = None
         for request, counters, foreseen in zip(seen.requests, seen.layers, self._foreseen, strict=True):
             counts = np.array([(layer.reached, layer.passed) for layer in counters], float)  # [layers, 2]
             like = np.searchsorted(CHANCES, foreseen)[: len(counts), None] == np.arange(len(CHANCES) + 1)
-            expected = (counts[:, 0] * foreseen[: len(counts)])[:, None] * like
-            passed = ((expected > 0) * counts[:, 1:]) * like
-            request.add(expected, passed, self._depth)
+            layers = (counts[:, 0] * foreseen[: len(counts)])[:, None] * like
+            expected, passed = layers.sum(0, keepdims=True), ((layers > 0) * counts[:, 1:]).sum(0, keepdims=True)
+            request.add(expected, passed, 1)
             sums = (sums[0] + expected, sums[1] + passed) if sums else (expected, passed)
-        assert self._all.counts is not None
-        self._all.counts *= FORGOTTEN  # so that what never passed is tried again
         if sums:
-            self._all.add(*sums, self._depth)
+            self._all.add(*sums, 1)
 
     def out_of_memory(self, shape: Shape | None, rows: int) -> bool:
         """Exclude all shapes of as many nodes, except the roots alone."""

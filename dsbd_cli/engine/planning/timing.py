@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from dsbd_cli.engine.planning.acceptance import FADE, Numbers
 
 UNIT_SHARE, RATIO_SHARE = 0.2, 0.1  # of the last observation in a time and in a ratio
-FORGOTTEN = 0.998  # factor on what is known of a choice, for each observation of another one
+FORGOTTEN = 0.999  # factor on what is known of a choice, for each observation of another one
 PER_NODE, LEAST_RATIO = 1 / 32, 0.05  # assumed price of a node, and of any number of them
 SLOPES = 32  # slopes between neighbours in time that a line is fitted to
 
@@ -145,6 +145,10 @@ class RelativeTimes:
         for other, value in self._ratios.items():
             self._ratios[other] = 1 + (value - 1) * FORGOTTEN if value > 1 else value
         self._ratios[nodes] = ratio
+
+    def knows(self, nodes: int) -> bool:
+        """Return whether this number of nodes was timed."""
+        return nodes in self._ratios
 
     def at(self, nodes: NDArray[np.int64]) -> Numbers:
         """Return the expected ratios of these numbers of nodes: between two that are known by a line, beyond them by

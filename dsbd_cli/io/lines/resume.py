@@ -217,18 +217,17 @@ def _id_key_failed(line: bytes, path: Path, number: int) -> tuple[str | None, st
     )
 
 
-def earlier_texts(path: Path, most: int) -> list[list[str]]:
-    """Return the texts of the last `most` answers in an output file, in both forms of records, the best one first."""
+def earlier_texts(path: Path, most: int) -> Iterator[list[str]]:
+    """Yield the texts of the last `most` answers in an output file, in both forms of records, the best one first."""
     with path.open("rb") as stream:
         records = [read_object(line) or {} for line in deque(stream, most)]
-    texts = []
     for record in records:
         response = record.get("response")
         body = response.get("body") if isinstance(response, dict) else record
         beams = body.get("beams", body.get("choices")) if isinstance(body, dict) else None
         found = [_text_of(beam) for beam in beams if isinstance(beam, dict)] if isinstance(beams, list) else []
-        texts.append([text for text in found if isinstance(text, str) and text])
-    return [row for row in texts if row]
+        if texts := [text for text in found if isinstance(text, str) and text]:
+            yield texts
 
 
 def _text_of(beam: dict[str, object]) -> object:

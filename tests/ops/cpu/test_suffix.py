@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsbd_cli.engine.drafting.text import match_scores
+from dsbd_cli.engine.drafting.ngram import match_scores
 from dsbd_cli.ops.cpu import suffix
 from dsbd_cli.ops.cpu.suffix import BYTES, DECAY, HITS, LENGTHS, MOST_MATCH, NO_TOKEN, SKIPPED, SuffixIndex, look_back
 

@@ -1,0 +1,91 @@
+"""The planner that goes by what a drafter foresees.
+
+Guards: drafts without a chance, chances that are never corrected or never tried again, a change of the machine's speed
+taken for the price of nodes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dsbd_cli.config.method import MethodConfig
+from dsbd_cli.engine.core.report import LayerCounters
+from dsbd_cli.engine.planning.acceptance import Acceptance
+from dsbd_cli.engine.planning.planner import Observation, ProspectPlanner, Prospects, Shape
+from dsbd_cli.engine.planning.timing import RelativeTimes
+
+MOST = Shape(4, 2)
+
+
+def make() -> ProspectPlanner:
+    method = MethodConfig(
+        rule="search", num_beams=1, drafter="suffix", adaptive_depth=True, depth=4, drafts_per_layer=2
+    )
+    return ProspectPlanner(method)
+
+
+def foreseen(chance: float, rows: int = 1) -> Prospects:
+    """Each layer passes with this chance, whatever its number of nodes."""
+    return Prospects([1, 2], np.tile(chance ** np.arange(1.0, 5.0), (rows, 2, 1)))
+
+
+def play(planner: ProspectPlanner, request: Acceptance, chance: float, passes: bool, times: int = 1) -> list[int]:
+    """Iterations of one row, of which a node costs a tenth of the rest. Return their depths."""
+    depths = []
+    for _ in range(times):
+        shape = planner.cut(MOST, foreseen(chance), [request])
+        reached = [LayerCounters(1, 1, 1, 1, int(passes), int(passes)) for _ in range(shape.depth if passes else 1)]
+        layers = [*reached, *[LayerCounters()] * shape.depth][: shape.depth]
+        seconds = {"draft": 0.0, "target": 1 + 0.1 * shape.nodes(1), "verify": 0.0}
+        planner.observe(Observation(shape, [request], [layers], seconds))
+        depths.append(shape.depth)
+    return depths
+
+
+def test_layers_are_drafted_as_deep_as_they_pay() -> None:
+    planner, request = make(), Acceptance()
+    assert play(planner, request, 0.99, True, 20)[-1] == 4
+    assert play(planner, request, 0.3, True)[0] < 4
+    assert play(planner, request, 0.0, True)[0] == 0
+    assert planner.cut(MOST, foreseen(0.99), [request]).drafts_per_layer == 1  # a second node would bring nothing
+
+
+def test_what_never_passes_is_given_up_and_tried_again() -> None:
+    planner = make()
+    play(planner, Acceptance(), 0.5, True, 20)
+    depths = play(planner, Acceptance(), 0.5, False, 4000)
+    assert depths[0] > 0
+    assert sum(depth > 0 for depth in depths[100:]) < 200
+    assert any(depths[-2000:])
+
+
+def test_a_row_unlike_the_others_has_chances_of_its_own() -> None:
+    planner, good, bad = make(), Acceptance(), Acceptance()
+    for _ in range(30):
+        play(planner, good, 0.6, True)
+        play(planner, bad, 0.6, False)
+    assert planner._of_row(good) > 1.2 * planner._of_row(bad)
+
+
+def test_nothing_is_foreseen_of_no_rows_and_what_does_not_fit_is_left_out() -> None:
+    planner = make()
+    assert planner.cut(MOST, foreseen(1.0), [Acceptance()]).depth == 4
+    assert planner.out_of_memory(Shape(4, 1), 1)
+    assert planner.cut(MOST, foreseen(1.0), [Acceptance()]).depth < 4
+    assert not planner.out_of_memory(Shape(0, 2), 1)
+
+
+@pytest.mark.parametrize("drift", [1.0, 0.97, 1.03])
+def test_ratios_of_times_do_not_follow_the_speed_of_the_machine(drift: float) -> None:
+    """The machine becomes slower or faster from iteration to iteration, by up to twenty times in all."""
+    times, speed = RelativeTimes(), 1.0
+    for number in range(100):
+        nodes = (4, 8, 12)[number % 3]
+        times.add(nodes, speed * {4: 1.0, 8: 1.02, 12: 1.4}[nodes])
+        speed *= drift
+    four, eight, ten, twelve, more = times.at(np.array([4, 8, 10, 12, 44]))
+    assert eight / four == pytest.approx(1.02, abs=0.15)
+    assert twelve / four == pytest.approx(1.4, abs=0.2)
+    assert ten == pytest.approx((eight + twelve) / 2)
+    assert more == pytest.approx(twelve + 1)
