@@ -284,6 +284,7 @@ class EngineInfo:
 
     Attributes:
         draft_form: what was read of a draft head or a trimmed draft. notes: what the user should know about the models.
+        drafts: False where look-ups that nobody asked for do not serve the device, so that nothing is drafted.
         ops: (operation, backend, reason) for the operations of the target and of iterations.
         threads: processor threads. processor: what kernels are chosen by, such as avx2. chat: whether the target has a
             chat template. reasoning: whether it marks its reasoning in a known way.
@@ -296,6 +297,7 @@ class EngineInfo:
     draft_dtype: str | None = None
     draft_device: str | None = None
     draft_form: str | None = None
+    drafts: bool = True
     notes: tuple[str, ...] = ()
     ops: tuple[tuple[str, str, str], ...] = ()
     threads: int | None = None

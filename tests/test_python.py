@@ -22,7 +22,7 @@ from dsbd_cli.config.spelling import parse
 from dsbd_cli.config.variants import RULES
 from dsbd_cli.errors import InvalidRowError, ModelNotFoundError
 from dsbd_cli.models.checkpoints.checkpoint import Checkpoint
-from dsbd_cli.requests import derive_seed
+from dsbd_cli.requests import EngineInfo, derive_seed
 from tests.helpers.toys import NumberCodec, table_pair
 
 ROOT = Path(__file__).parents[1]
@@ -225,7 +225,11 @@ def test_without_a_draft_a_method_that_asks_for_none_looks_up_or_is_plain_decodi
     greedy = MethodConfig(rule="search", num_beams=1)
     assert Engine(target, None, NumberCodec(12), greedy).method.drafter == "suffix"
     target.invariant = False
-    assert Engine(target, None, NumberCodec(12), greedy).method.depth == 0
+    info = EngineInfo("toy", None, "float32", "cpu")
+    engine = Engine(target, None, NumberCodec(12), greedy, info=info)
+    assert engine.method.depth == 0
+    assert engine.info is not None
+    assert not engine.info.drafts
 
 
 def test_a_spec_says_how_to_load_and_the_draft_follows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,7 +264,9 @@ def test_a_named_target_has_no_draft_unless_one_is_named(monkeypatch: pytest.Mon
         with pytest.raises(InterruptedError):
             loading.load(*models)
     assert seen == ["builtin:draft", None, None, "builtin:draft", "builtin:draft", None]
-    with pytest.raises(UsageError, match="draft is None, but depth is 3, which needs a draft model: give one, or drop"):
+    with pytest.raises(
+        UsageError, match="draft is None, but depth is 3, which needs a draft model: give one, or drafter suffix"
+    ):
         loading.load(target, method=MethodConfig(depth=3))
 
 

@@ -176,7 +176,8 @@ class MethodConfig:
             drafts = max(DEFAULT_DRAFTS, self.num_beams + min(self.num_beams, SPARE_DRAFTS))
         if depth is None:
             usual = MAX_AUTO_DEPTH if adaptive else DEFAULT_DEPTH
-            usual = MAX_CERTAIN_DEPTH if self.drafter == GRAMMAR or (self.drafter == SUFFIX and adaptive) else usual
+            foresees = self.drafter == GRAMMAR or (adaptive and (self.drafter == SUFFIX or self._pairs_look_ups))
+            usual = MAX_CERTAIN_DEPTH if foresees else usual
             depth = min(usual, max(1, MOST_DRAFTED // max(1, drafts)))
         for name, value in zip(DERIVED, (depth, adaptive, width, drafts), strict=True):
             object.__setattr__(self, name, value)
@@ -281,7 +282,7 @@ class MethodConfig:
             raise UsageError(f"draft is None, but {asks} a draft model: give one")
         if self._asks_for_draft is not None:
             asks = f"{self._asks_for_draft} is {getattr(self, self._asks_for_draft)}"
-            raise UsageError(f"draft is None, but {asks}, which needs a draft model: give one, or drop it")
+            raise UsageError(f"draft is None, but {asks}, which needs a draft model: give one, or drafter {SUFFIX}")
         if self.adaptive_depth and not self.dynamic and self.num_beams == 1:  # several beams seldom gain
             looks_up = replace(self, drafter=SUFFIX, depth=None, adaptive_depth=None)  # type: ignore[arg-type]
             object.__setattr__(looks_up, "_assumed", True)
@@ -351,6 +352,18 @@ class MethodConfig:
     def needs_draft(self) -> bool:
         """True where a draft model takes part."""
         return self.depth > 0 and runs_model(self.drafter)
+
+    @property
+    def looks_up_first(self) -> bool:
+        """True where an iteration drafts look-ups alone if they promise more than the draft model."""
+        return self.adaptive_depth and self._pairs_look_ups
+
+    @property
+    def _pairs_look_ups(self) -> bool:
+        """True for a draft model and a drafter that foresees which layers pass, where texts depend on neither."""
+        first, *second = self.drafter_names
+        same_text = RULES[self.rule].exactness == "same-text"
+        return same_text and runs_model(first) and second in ([SUFFIX], [GRAMMAR])
 
     @property
     def second_share(self) -> int:

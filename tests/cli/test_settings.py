@@ -65,7 +65,7 @@ REFUSED = {
     "--draft none --drafter ngram --depth 0": "--depth is 0, but must be 1 or more",
     "--drafter suffix:cache=x --draft none --workers 2": "cache=x would be written by several processes",
     "--drafter suffix:x,cache=x --draft none": "it would replace the source: name another file",
-    "--target t --depth 3": "--depth 3 needs a draft, but --target t has no draft: name one with --draft, or drop it",
+    "--target t --depth 3": "--target t has no draft: name one with --draft, or --drafter suffix",
     "--target t --drafter rsd-c": "--drafter rsd-c needs a draft model, but --target t has no draft: name one with",
     "--target t --verify fuzzy:0.1": "--verify fuzzy:0.1 compares the target with a draft model, but --target t has no",
     "--num-beams 1 --set memory-saving=true": "--set memory-saving keeps one beam of several",

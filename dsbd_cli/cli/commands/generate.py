@@ -413,7 +413,9 @@ class _GenerateRun:
         if info is not None:
             for line in info.notes:
                 self.reporter.warn(line)
-            self._method = replace(self._method, threads=info.threads, quantize=info.quantize)
+            method = self._method.method if info.drafts else self._method.method.without_drafts()
+            self._method = replace(self._method, method=method, threads=info.threads, quantize=info.quantize)
+            self.reporter.totals.may_draft = method.depth > 0
             self._has_template = info.chat
             check_chat(self._files.chat, info)
             check_reasoning(self._settings.rows.sampling.reasoning, info)
@@ -423,7 +425,7 @@ class _GenerateRun:
             if self._settings.target.numerics != "fast":
                 self.reporter.warn(NOT_INVARIANT)
         outputs.begin()
-        self.reporter.begin(_describe(self._settings, engine), steps=lambda: engine.steps)
+        self.reporter.begin(_describe(self._settings, self._method.method, engine), steps=lambda: engine.steps)
         self._signals.on_stop = engine.stop
         flow.run(engine, self._record_maker(outputs.created, engine))
 
@@ -490,8 +492,8 @@ def _digests(models: Iterable[Checkpoint]) -> dict[str, str]:
     return {f"{one.spec.role}_{part}": digest for one in models for part, digest in one.digests.items()}
 
 
-def _describe(settings: RunSettings, engine: RunsRequests) -> str:
-    method, info = settings.method, engine.info
+def _describe(settings: RunSettings, method: MethodConfig, engine: RunsRequests) -> str:
+    info = engine.info
     most = "up to " if method.adaptive_depth else ""
     drafts = f"{most}{method.depth} layers of {method.drafts_per_layer} drafts" if method.depth else "no draft"
     drafts += f" by {method.drafter}" if method.depth and method.drafter != MethodConfig().drafter else ""

@@ -28,7 +28,7 @@ from dsbd_cli.config.method import DEFAULT_BATCH_SIZE, DEFAULT_DEPTH, MAX_AUTO_D
 from dsbd_cli.config.model import BUILTIN_DRAFT, BUILTIN_TARGET, ModelSpec, OnTooLong
 from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.config.spelling import parse, parse_drafter, typed_names
-from dsbd_cli.config.variants import GRAMMAR, RULES, SEARCH, WIDTHS, runs_model, sampling_rules
+from dsbd_cli.config.variants import GRAMMAR, RULES, SEARCH, SUFFIX, WIDTHS, runs_model, sampling_rules
 from dsbd_cli.engine.constraints.answer_files import check_answer_file
 from dsbd_cli.errors import UsageError, option_name, reading
 from dsbd_cli.io.lines.compression import compression
@@ -372,7 +372,9 @@ def _model_names(pair: PairOptions, method: MethodOptions, drafter: str) -> tupl
         if drafter != DEFAULT_METHOD.drafter:
             raise UsageError(f"--drafter {drafter} needs a draft model, but {there}: name one with --draft")
         if method.depth not in (None, "0"):
-            raise UsageError(f"--depth {method.depth} needs a draft, but {there}: name one with --draft, or drop it")
+            raise UsageError(
+                f"--depth {method.depth} needs a draft, but {there}: name one with --draft, or --drafter {SUFFIX}"
+            )
         return target, None
     return target, _or_default(pair.draft, BUILTIN_DRAFT)
 

@@ -209,20 +209,21 @@ class Batch:
         used = max(job.used for job in running) + nodes
         self._grow(used + 1)
         suffix = max(job.used - job.common_prefix for job in running) + nodes
-        rests = shape.depth and caches.draft_rests
+        rests = shape.runs_draft and caches.draft_rests
         prefixes = (min(job.common_prefix, job.drafted) if rests else job.common_prefix for job in running)
         window = max(job.used - prefix for job, prefix in zip(running, prefixes, strict=True)) + nodes
         caches.hold(self.state.rows, window)
         self.state.beams.ancestors = fit_window(self.state.beams.ancestors, caches.round_window(suffix))
         active = min(caches.round_slots(used), caches.slots - 1)
-        idle = not shape.depth and all(job.drafted <= job.common_prefix for job in running)
+        idle = not shape.runs_draft and all(job.drafted <= job.common_prefix for job in running)
         prompt_slots, suffix = self._prompt_slots(nodes, active)
         generated = min(job.stats.steps for job in running)
         return IterationShape(
             slots=active,
             depth=shape.depth,
             drafts_per_layer=shape.drafts_per_layer,
-            draft_backlog=reading.draft_backlog if shape.depth else 0,
+            draft_backlog=reading.draft_backlog if shape.runs_draft else 0,
+            looked_up=shape.looked_up,
             idle=idle,
             prompt_slots=prompt_slots,
             suffix=suffix,

@@ -104,7 +104,7 @@ class Engine:
         name = None if draft is None else (info.draft if info is not None else None) or type(draft).__name__
         self.method = (method or MethodConfig()).fit_draft(name)
         if self.method.assumed and not (target.invariant and host_reads(target.device) and suffix_missing() is None):
-            self.method = self.method.without_drafts()
+            self.method, info = self.method.without_drafts(), info and replace(info, drafts=False)
         if batch_size is not None and batch_size < 1:
             message = f"batch_size is {batch_size}, but must be 1 or more"
             raise UsageError(message, field="batch_size", value=batch_size, expected="1 or more")

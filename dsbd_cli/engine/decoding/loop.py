@@ -23,7 +23,7 @@ from dsbd_cli.engine.drafting.base import Drafter, EngineStopped
 from dsbd_cli.engine.iteration.devices import current, events
 from dsbd_cli.engine.iteration.request_state import RequestState, Results
 from dsbd_cli.engine.iteration.stepper import Stepper
-from dsbd_cli.engine.planning.planner import Observation, Planner, Shape
+from dsbd_cli.engine.planning.planner import Observation, Planner, Shape, deepest
 from dsbd_cli.engine.planning.timing import PhaseTimer
 from dsbd_cli.engine.protocols import TextCodec
 
@@ -103,15 +103,15 @@ class Loop(Generic[Item]):
         left = max(job.max_new - job.stats.steps for _, job in running)
         draft_work = batch.reading()
         shape = self.planner.choose(requests, draft_work).within(left)
-        begun = time.perf_counter()
+        begun, looked_up_s = time.perf_counter(), 0.0
         if self.planner.foresees:
-            state = batch.state
-            prospects = self.drafter.prospects(state.beams, state.prompts, shape.depth, shape.drafts_per_layer)
+            state, widest = batch.state, deepest(self.method, left)
+            prospects = self.drafter.prospects(state.beams, state.prompts, widest.depth, widest.drafts_per_layer)
             shape = self.planner.cut(shape, prospects, requests)
-        looked_s = time.perf_counter() - begun
+            looked_up_s = time.perf_counter() - begun
         self._shape = shape
         prompt_timer = PhaseTimer(events(self.caches.models[-1].device))
-        if shape.depth:
+        if shape.runs_draft:
             batch.read_prompts(prompt_timer)
         # static shapes: slots and a suffix window for W + D*K nodes
         sizes = batch.iteration_shape(shape, batch.reading(), narrow=self.one_root and self.stepper.graphs is None)
@@ -121,14 +121,14 @@ class Loop(Generic[Item]):
             gate = None if captured else self.planner.gate(shape, [row for row, _ in running])
             report = self.stepper.step(batch.state, sizes, gate)
             seconds = self.stepper.timer.seconds()
-            seconds["draft"] += looked_s
+            seconds["draft"] += looked_up_s
         nodes = replace(sizes, depth=len(report.layers[0])).nodes  # what went to the target
         self.stepper.observer.iterated(dict(running), nodes, seconds)
         # how far each row came, and how long it took, decides on the next forest
         layers = [report.layers[row] for row, _ in running]
         seconds_of_all = seconds | prompt_timer.seconds()
         self.planner.observe(
-            Observation(shape, requests, layers, seconds_of_all, draft_work, self.stepper.steady, gate)
+            Observation(shape, requests, layers, seconds_of_all, draft_work, self.stepper.steady, gate, looked_up_s)
         )
         names = self.drafter.sources
         for row, job in running:

@@ -102,6 +102,7 @@ class DraftContext:
         num_beams: W. row_beams: [R] int64, W of each row; None where it is the same. depth: D. drafts_per_layer: K.
         row_key: [R] int64, key of each row's noise. iteration: [R] int64, number of each row's iteration.
         draft_backlog: the most used slots of a row that the draft has not run, or a number above it.
+        looked_up: of two drafters the second one alone drafts.
         record_distribution: the distribution Q of each layer is needed.
         prompts: prompts of the rows, only where the drafter reads the text (needs_text).
         stopping: returns whether the engine was asked to stop.
@@ -125,6 +126,7 @@ class DraftContext:
     iteration: Tensor
     draft_backlog: int
     record_distribution: bool
+    looked_up: bool = False
     prompts: PromptTable | None = None
     stopping: Callable[[], bool] = lambda: False
     legal: Legal | None = None

@@ -22,7 +22,8 @@ def make_drafter(inputs: DrafterInputs) -> Drafter:
     second = more[0]
     if not isinstance(first, BeamDrafter | PathDrafter) or not isinstance(second, PathDrafter):
         raise UsageError(f"drafter {method.drafter} cannot be used: two are fused only where the second looks paths up")
-    fused = FusionDrafter(first, second, method.second_share, method.value(FUSION_TOP_K))
+    share, top_k = method.second_share, method.value(FUSION_TOP_K)
+    fused = FusionDrafter(first, second, share, top_k, turns=method.looks_up_first)
     fused.sources = method.drafter_names
     return fused
 

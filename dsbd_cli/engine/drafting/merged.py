@@ -3,7 +3,7 @@ paths run along the first one's tree while their tokens agree, and branch off as
 
 Everything is decided layer by layer from the layers above, so that what is kept of a layer never depends on draws below
 it. A draft model runs the nodes of both drafters once. So its cache is complete, and it can judge what the second
-drafter looked up.
+drafter looked up. In an iteration that is `looked_up` the second drafter drafts alone, and the model rests.
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dsbd_cli.engine.core.candidates import CandidateCount, top_candidates
+from dsbd_cli.engine.core.beams import Beams
+from dsbd_cli.engine.core.candidates import CandidateCount, Candidates, top_candidates
 from dsbd_cli.engine.core.forest import Forest
 from dsbd_cli.engine.core.report import SECOND
 from dsbd_cli.engine.core.topk import NEG_INF
 from dsbd_cli.engine.drafting.base import DraftContext, Drafter, LayerDrafts, children, goes_on, merge_nodes
 from dsbd_cli.engine.drafting.beam import BeamDrafter, draft_calls
 from dsbd_cli.engine.drafting.paths import PathDrafter, PathTree
+from dsbd_cli.engine.drafting.text import PromptTable
+from dsbd_cli.engine.planning.planner import Prospects
 
 
 class FusionDrafter(Drafter):
@@ -27,13 +30,18 @@ class FusionDrafter(Drafter):
 
     needs_text = True
 
-    def __init__(self, first: BeamDrafter | PathDrafter, second: PathDrafter, share: int, top_k: int) -> None:
+    def __init__(
+        self, first: BeamDrafter | PathDrafter, second: PathDrafter, share: int, top_k: int, *, turns: bool = False
+    ) -> None:
         """share: nodes per layer of the second drafter at most; the first has at least one.
 
         top_k: a looked-up node of the second drafter is kept only if it is among the draft model's k likeliest tokens
         below its parent; 0 keeps all. It has no effect without a draft model.
+
+        turns: the second drafter drafts some iterations alone, and learns from all.
         """
         self._first, self._second, self._share, self._top_k = first, second, share, top_k
+        self._turns = turns
         self.model = first.model
         self.on_host = first.on_host or second.on_host
         self.learns_rows = first.learns_rows or second.learns_rows
@@ -48,11 +56,34 @@ class FusionDrafter(Drafter):
         self._first.run_ended()
         self._second.run_ended()
 
+    def prospects(self, beams: Beams, prompts: PromptTable | None, depth: int, count: int) -> Prospects:
+        """Return those of the second drafter."""
+        return self._second.prospects(beams, prompts, depth, count)
+
+    def learn(self, forest: Forest, candidates: Candidates) -> None:
+        """Teach the second drafter, if it drafts alone at times."""
+        if self._turns:
+            self._second.learn(forest, candidates)
+
+    def select(self, rows: Tensor) -> None:
+        """Keep what the second drafter knows of these rows."""
+        self._second.select(rows)
+
+    def release(self) -> None:
+        """Free what the second drafter keeps."""
+        self._second.release()
+
     def propose(self, context: DraftContext) -> Forest:
-        """Draft one forest with both drafters. At least K - share nodes of a layer are the first one's."""
+        """Draft one forest, with the second drafter alone or with both. Of both at least K - share nodes of a layer are
+        the first one's."""
         first, count = self._first, context.drafts_per_layer
-        forest = Forest(context.buffer)
         self.calls = 0
+        if context.looked_up:
+            forest = self._second.propose(context)
+            for layer in forest.layers[1:]:
+                layer.drafter_id.fill_(SECOND)
+            return forest
+        forest = Forest(context.buffer)
         if context.depth == 0:
             return forest
         own = max(1, count - self._share)

@@ -29,7 +29,7 @@ from dsbd_cli.engine.drafting.base import DraftContext, DrafterInputs
 from dsbd_cli.engine.drafting.index import Ids, read_index, replace_index
 from dsbd_cli.engine.drafting.paths import Paths, beam_share
 from dsbd_cli.engine.drafting.recall import RecallDrafter
-from dsbd_cli.engine.drafting.text import PromptTable, contexts, suffix
+from dsbd_cli.engine.drafting.text import PromptTable, host_contexts
 from dsbd_cli.engine.planning.planner import Prospects
 from dsbd_cli.errors import UsageError
 from dsbd_cli.ops.interface import TextIndex, host_reads
@@ -95,14 +95,11 @@ class SuffixDrafter(RecallDrafter):
     def streams(self, beams: Beams, prompts: PromptTable | None, depth: int) -> Streams:
         """Look the beams up in all sources, on the host. depth: tokens of a stream."""
         assert prompts is not None
-        text, length = (tensor.cpu() for tensor in contexts(prompts, beams))
+        texts, lengths = host_contexts(prompts, beams)
         (rows, width), valid = beams.valid.shape, beams.valid.cpu().numpy()
-        compared = min(self._longest, COMPARED)
-        whole = text.flatten(0, 1).to(torch.int32).numpy()
-        last = suffix(text, length, min(self._longest, MOST_MATCH) + SKIPPED).flatten(0, 1).to(torch.int32).numpy()
-        lengths = length.repeat_interleave(width).to(torch.int32).numpy()
+        compared, last = min(self._longest, COMPARED), texts[:, -min(self._longest, MOST_MATCH) - SKIPPED :]
         parts = [
-            look_back(whole, lengths, compared, OWN_STREAMS, depth)
+            look_back(texts, lengths, compared, OWN_STREAMS, depth)
             if index is None
             else index.look_up(last, self._longest, INDEX_STREAMS, depth)
             for index in self._indexes
@@ -131,11 +128,17 @@ class SuffixDrafter(RecallDrafter):
         chances = np.where(valid[..., None, None], chances, 1.0).prod(1) * (begun | (width == 1))[:, None, None]
         return Prospects([number * width for number in per_beam], chances[valid.any(1)].astype(np.float64))
 
+    def _streams(self, context: DraftContext) -> Streams:
+        """Return the streams that `prospects` found for these beams, or look them up."""
+        streams, self._ahead = self._ahead, None
+        if streams is None or streams.tokens.shape[3] < context.depth:
+            streams = self.streams(context.beams, context.prompts, context.depth)
+        return streams
+
     def paths(self, context: DraftContext) -> Paths:
         """Return the streams as paths. A beam's share of the mass is divided by the streams' weights."""
-        device = context.beams.token.device
-        streams = self.streams(context.beams, context.prompts, context.depth)
-        stream_tokens, weight, _, _ = streams.of_first(context.num_beams, device)
+        beams, device = context.beams.token.shape[1], context.beams.token.device
+        stream_tokens, weight, _, _ = self._streams(context).of_first(beams, device)
         rows, beams, count = weight.shape
         share = torch.softmax(weight, 2).nan_to_num(nan=0.0)
         length = (stream_tokens >= 0).to(torch.int64).cumprod(-1).sum(-1)
@@ -149,11 +152,9 @@ class SuffixDrafter(RecallDrafter):
     def propose(self, context: DraftContext) -> Forest:
         """Draft the K best pairs of every layer."""
         forest = Forest(context.buffer)
-        streams, self._ahead = self._ahead, None
         if context.depth == 0:
             return forest
-        if streams is None:
-            streams = self.streams(context.beams, context.prompts, context.depth)
+        streams = self._streams(context)
         # weight: [R, n, p], of the streams that led to each node
         stream_tokens, weight, match, source = streams.of_first(forest.num_beams, context.beams.token.device)
         count, doubt = weight.shape[2], DOUBT * DOUBT_DECAY**match  # doubt: [R, n]

@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dsbd_cli.engine.constraints.legal import NO_TOKEN, joined
@@ -46,6 +48,20 @@ def contexts(prompts: PromptTable, beams: Beams) -> tuple[Tensor, Tensor]:
     one."""
     tokens = joined(prompts.tokens, prompts.length, beams.history, beams.length.unsqueeze(1))
     return tokens, prompts.length + beams.length
+
+
+def host_contexts(prompts: PromptTable, beams: Beams) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Return the same on the host, each beam's tokens [R * W, X] int32 at the end of its line, and their number."""
+    tokens, history = prompts.tokens.cpu().numpy(), beams.history.cpu().numpy()
+    rows, width = history.shape[:2]
+    begun, generated = prompts.length.tolist(), beams.length.tolist()
+    lengths = [prompt + text for prompt, text in zip(begun, generated, strict=True)]
+    most = max(lengths, default=0)
+    texts = np.full((rows, width, most), NO_TOKEN, np.int32)
+    for row, (prompt, text) in enumerate(zip(begun, generated, strict=True)):
+        texts[row, :, most - prompt - text : most - text] = tokens[row, :prompt]
+        texts[row, :, most - text :] = history[row, :, :text]
+    return texts.reshape(rows * width, most), np.repeat(np.array(lengths, np.int32), width)
 
 
 def suffix(tokens: Tensor, length: Tensor, count: int) -> Tensor:

@@ -24,11 +24,10 @@ def commit_beams(
     outcome: VerifiedForest,
     live: Live,
     endings: Endings,
-    *,
-    draft_guesses: bool = False,
+    run: int,
 ) -> tuple[Tensor, Tensor]:
     """Make the final beams the live ones and compact their slots. Return source and destination [R, T] of the slots
-    that the caches must copy. draft_guesses: drafted nodes count as not run by the draft (see DraftHeadModel)."""
+    that the caches must copy. run: first nodes of each row that the draft has run."""
     beams, table = state.beams, state.table
     _store_finished(state, forest, outcome)
     going = state.active & ~outcome.done.to(torch.bool)
@@ -36,7 +35,6 @@ def commit_beams(
     steps = outcome.steps.unsqueeze(1).expand_as(live.parent)
     beams.history = _history(beams.history, beams.length, forest, live.parent, live.token, steps)
     ancestors = at_nodes(forest.flat.ancestors, live.parent)
-    run = nodes_run(forest, draft_guesses=draft_guesses)
     run_by_draft = table.used + run if run else table.drafted
     moved = compact(table, ancestors, live.valid, run_by_draft)
     beams.valid, beams.token, beams.weight, beams.logprob = live.valid, live.token, live.weight, live.logprob

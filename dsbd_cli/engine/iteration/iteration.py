@@ -21,7 +21,7 @@ from dsbd_cli.engine.core.own_ids import KEPT
 from dsbd_cli.engine.drafting.base import DraftContext, Drafter, Endings
 from dsbd_cli.engine.drafting.beam import MERGED_BACKLOG, run
 from dsbd_cli.engine.iteration.batch_state import BatchState
-from dsbd_cli.engine.iteration.commit_beams import best_only, commit_beams, pack_counters
+from dsbd_cli.engine.iteration.commit_beams import best_only, commit_beams, nodes_run, pack_counters
 from dsbd_cli.engine.iteration.finished import Live
 from dsbd_cli.engine.iteration.iteration_kernels import commit_with_kernel, verification_kernel, verify_with_kernel
 from dsbd_cli.engine.iteration.observer import Observer
@@ -36,7 +36,7 @@ class IterationShape:
     """Shapes of one iteration, chosen on the host.
 
     Attributes:
-        slots: S, active cache slots. depth: D, drafted layers. drafts_per_layer: K.
+        slots: S, active cache slots. depth: D, drafted layers. drafts_per_layer: K. looked_up: of Shape.
         draft_backlog: upper bound of the used slots of a row that the draft has not run.
         idle: the draft runs nothing, and holds no slot of any row's suffix.
         prompt_slots, suffix: of the target's ForestInput. generated: least number of tokens that a running row has
@@ -48,6 +48,7 @@ class IterationShape:
     depth: int
     drafts_per_layer: int
     draft_backlog: int
+    looked_up: bool = False
     idle: bool = False
     prompt_slots: tuple[int, ...] | None = None
     suffix: int = 0
@@ -143,12 +144,12 @@ class Iteration:
         # the kernel writes the beams in place, and an observer may have kept the forest that begins with them
         sizes = state.finished.score.shape[1], state.beams.ancestors.shape[2]
         kernel = None if self.observer.attached else self.ops.commit(*sizes)
-        guesses = self.caches.draft_guesses
+        run = 0 if self.shape.looked_up else nodes_run(forest, draft_guesses=self.caches.draft_guesses)
         if kernel is not None:
             counters = pack_counters(state, outcome) if outcome.report is None else outcome.report
-            moved = commit_with_kernel(kernel, state, forest, live, counters, self.endings, draft_guesses=guesses)
+            moved = commit_with_kernel(kernel, state, forest, live, counters, self.endings, run)
         else:
-            moved = commit_beams(state, forest, outcome, live, self.endings, draft_guesses=guesses)
+            moved = commit_beams(state, forest, outcome, live, self.endings, run)
             counters = pack_counters(state, outcome)
         self.caches.move(*moved, table.common_prefix, table.drafted, draft=not self.shape.idle)
         self._step_legal_states(live)
@@ -191,6 +192,7 @@ class Iteration:
             row_key=state.row_key,
             iteration=state.iteration,
             draft_backlog=shape.draft_backlog,
+            looked_up=shape.looked_up,
             record_distribution=self.rule.needs_distribution or state.method.dynamic or self.observer.attached,
             prompts=state.prompts,
             stopping=self.stopping,

@@ -13,7 +13,6 @@ from dsbd_cli.engine.core.forest_buffer import warp_flags
 from dsbd_cli.engine.core.report import LayerCounters
 from dsbd_cli.engine.drafting.base import Endings
 from dsbd_cli.engine.iteration.batch_state import BatchState
-from dsbd_cli.engine.iteration.commit_beams import nodes_run
 from dsbd_cli.engine.iteration.finished import Live
 from dsbd_cli.engine.iteration.verify_forest import VerifiedForest
 from dsbd_cli.engine.verify.base import Rule
@@ -69,12 +68,11 @@ def commit_with_kernel(
     live: Live,
     report: Tensor,
     endings: Endings,
-    *,
-    draft_guesses: bool = False,
+    run: int,
 ) -> tuple[Tensor, Tensor]:
     """Make the final beams the live ones and compact their slots, all in place where the number of beams is the same.
     Return source and destination [R, T] of the slots that the caches must copy. report: the packed counters, into which
-    the kernel writes those of the slot table. draft_guesses: of commit_beams."""
+    the kernel writes those of the slot table. run: of commit_beams."""
     beams, (rows, width) = state.beams, live.token.shape
     old = {"history": beams.history, "length": beams.length, "depth": beams.depth}
     if beams.token.shape[1] != width:
@@ -86,5 +84,5 @@ def commit_with_kernel(
         beam=old, state=state, table=state.table, node=forest.flat, endings=endings.tensors, finished=state.finished,
         live=live, verified={"report": report}, next=beams, moved=moved,
     )  # fmt: skip
-    kernel.commit(tensors, nodes_run(forest, draft_guesses=draft_guesses), endings.stops.used)
+    kernel.commit(tensors, run, endings.stops.used)
     return moved["source"], moved["target"]

@@ -27,6 +27,13 @@ class Acceptance:
     """Counts [2, D, M]: verifications that reached a layer, and those that passed it. None before the first."""
 
     counts: Numbers | None = None
+    _look_ups: Acceptance | None = None
+
+    def look_ups(self) -> Acceptance:
+        """Return the counts of iterations of the same request that drafted look-ups alone, beside a draft model."""
+        if self._look_ups is None:
+            self._look_ups = Acceptance()
+        return self._look_ups
 
     def add(self, reached: Numbers, passed: Numbers, depth: int) -> None:
         """Add the observations of one iteration, and fade the earlier ones. reached, passed: [layers, M], verifications

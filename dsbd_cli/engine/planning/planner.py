@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
 
-from dsbd_cli.config.method import MethodConfig
+from dsbd_cli.config.method import MAX_AUTO_DEPTH, MethodConfig
 from dsbd_cli.config.variants import GRAMMAR, SUFFIX
 from dsbd_cli.engine.core.report import LayerCounters
 from dsbd_cli.engine.planning.acceptance import PRIOR, SHARED_WEIGHT, Acceptance, Numbers, PassRates, RequestLengths
-from dsbd_cli.engine.planning.timing import FORGOTTEN, FittedLine, RelativeTimes
+from dsbd_cli.engine.planning.timing import FORGOTTEN, UNIT_SHARE, FittedLine, RelativeTimes
 
 FIRST_LIFE = 32  # iterations that a request is assumed to take, before any has ended
 SWITCH_FACTOR = 1.02  # factor by which the goodput of another shape must exceed that of the present one
@@ -30,17 +30,30 @@ ASSUMED_FIXED_NODES = 32  # nodes that are assumed to cost as much as an iterati
 CONFIDENCES = (0.0, 0.5, 0.7, 0.85)  # least confidences to choose from
 FIRST_TRY = 8  # iterations without drafts that the first tries are assumed to cost, without the draft's own calls
 CHANCES = np.array((0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9))  # bounds between layers of like chances
+# least gain, with one beam and with several, of look-ups that are drafted: the best of many shapes is the one whose
+# chances are too high, above all where those of several beams are joined
+LEAST_GAIN, LEAST_OF_SEVERAL = 1.04, 1.1
+FIRST_LOOK_UPS = 8  # that are made whatever they cost
+LOOK_UP_SHARE, SHARE_OF_SEVERAL = 0.015, 0.005  # of all time that they may take, with one beam and with several
+SAVED_SHARE = 0.1  # of what look-ups have saved that further ones may take
+MOST_LOOK_UPS = 64  # that may be saved for later
 SEVERAL_BEAMS = 0.55  # power of the product of the chances of several beams that is the chance of all
 TRIES = 8  # iterations after which a shape that is to be timed is given up without a usable time
 
 
 class Shape(NamedTuple):
     """At most D layers of K nodes. least_confidence: a layer must be above it to go to the target. The first layer that
-    is not ends the forest."""
+    is not ends the forest. looked_up: of two drafters the second one alone drafts, so the draft model rests."""
 
     depth: int
     drafts_per_layer: int
     least_confidence: float = 0.0
+    looked_up: bool = False
+
+    @property
+    def runs_draft(self) -> bool:
+        """True where a draft model, if there is one, drafts."""
+        return self.depth > 0 and not self.looked_up
 
     def nodes(self, num_beams: int) -> int:
         """Return N for the case that all layers go to the target."""
@@ -114,6 +127,7 @@ class Observation:
         steady: the three phases took the time that an iteration of this shape will take again (no capture, no plain run
             of what will be replayed).
         gate: that of the iteration.
+        looked_up_s: seconds of `draft` in which the drafter foresaw which layers pass.
     """
 
     shape: Shape
@@ -123,14 +137,16 @@ class Observation:
     reading: DraftWork = NOTHING
     steady: bool = True
     gate: Gate | None = None
+    looked_up_s: float = 0.0
 
 
 class Planner:
     """Chooser of the shape of each iteration; this class always takes the configured one. requests: what was observed
-    of each running request, the same objects from iteration to iteration. foresees: it asks the drafter for prospects.
+    of each running request, the same objects from iteration to iteration. foresees: before the iteration that was
+    chosen last it asks the drafter for prospects.
     """
 
-    foresees = False
+    foresees: bool = False
 
     def __init__(self, method: MethodConfig) -> None:
         self._configured = Shape(method.depth, method.drafts_per_layer)
@@ -173,26 +189,54 @@ class Prospects(NamedTuple):
 
 class ProspectPlanner(Planner):
     """Planner for a drafter that foresees which layers will pass. It takes the shape of the most expected steps per
-    second. The chances are corrected by how often layers of like chances passed, in all rows, and then in this one."""
+    second. The chances are corrected by how often layers of like chances passed, in all rows, and then in this one.
 
-    foresees = True
+    Look-ups take time, also where nothing repeats. So where the last iteration passed no layer, the next look-up waits
+    until a share of the time, and of what look-ups have saved so far, pays for it.
+
+    Attributes:
+        gain: steps per second of the shape that `cut` returned last, as expected, by those without drafts.
+    """
 
     def __init__(self, method: MethodConfig) -> None:
         super().__init__(method)
         self._beams, self._times = method.num_beams, RelativeTimes()
         # the beams of a row go on alike, so more of their layers pass than if each had a chance of its own
-        self._exponent = 1.0 if method.num_beams == 1 else SEVERAL_BEAMS
+        one = method.num_beams == 1
+        self._exponent, self._least_gain = (1.0, LEAST_GAIN) if one else (SEVERAL_BEAMS, LEAST_OF_SEVERAL)
+        self._share = LOOK_UP_SHARE if one else SHARE_OF_SEVERAL
         self._has_run = set[tuple[int, Shape]]()
         # foreseen and real passes by like chances, of layers of any depth
         self._all = Acceptance(np.zeros((2, 1, len(CHANCES) + 1)))
         self._foreseen = np.zeros((0, 0))  # [rows, D] chance that a layer passes if those above it do
         self._most_nodes = math.inf  # most nodes of all rows that fit into memory
         self._drafted = 0  # iterations with drafts
+        self.gain = 1.0
+        self._costs = SUFFIX in method.drafter_names  # what a grammar forces is known at once
+        self._look_ups, self._look_up_s, self._budget_s, self._goes_on = 0, 0.0, 0.0, False
+
+    def choose(self, requests: Sequence[Acceptance], reading: DraftWork = NOTHING) -> Shape:
+        """Return the widest shape, or no drafts where a look-up is not paid for."""
+        free = not self._costs or self._goes_on or self._look_ups < FIRST_LOOK_UPS
+        self.foresees = free or self._budget_s >= self._look_up_s
+        return self._configured if self.foresees else Shape(0, self._configured.drafts_per_layer)
+
+    def pay(self, seen: Observation, saved_s: float = 0.0) -> None:
+        """Count what look-ups cost and save. saved_s: by an iteration that drafted them."""
+        self._goes_on = saved_s > 0
+        if self.foresees:
+            self._look_ups += 1
+            self._look_up_s += (
+                UNIT_SHARE * (seen.looked_up_s - self._look_up_s) if self._look_up_s else seen.looked_up_s
+            )
+        earned_s = self._share * sum(seen.seconds.values()) + SAVED_SHARE * max(0.0, saved_s)
+        self._budget_s = min(self._budget_s + earned_s - seen.looked_up_s, MOST_LOOK_UPS * self._look_up_s)
 
     def cut(self, shape: Shape, prospects: Prospects, requests: Sequence[Acceptance]) -> Shape:
         """Return the shape of the most expected steps per second."""
         rows, depth, chances = len(requests), prospects.chances.shape[2], prospects.chances
         if self._drafted >= TRIES and not self._times.knows(rows * self._beams):  # what drafts cost, by none
+            self.gain = 1.0
             return Shape(0, shape.drafts_per_layer)
         above = np.concatenate((np.ones_like(chances[..., :1]), chances[..., :-1]), 2)
         foreseen = np.divide(chances, above, out=np.zeros_like(chances), where=above > 0) ** self._exponent
@@ -203,9 +247,10 @@ class ProspectPlanner(Planner):
         nodes = rows * np.concatenate(([self._beams], (self._beams + counts * layers).ravel()))
         steps = np.concatenate(([rows], steps.ravel()))
         goodput = np.where(nodes <= self._most_nodes, steps / self._times.at(nodes), 0.0)
-        goodput[1:][steps[1:] <= rows] = 0.0  # nothing is drafted there
         best = int(goodput.argmax())
-        if best == 0:
+        self.gain = float(goodput[best] / goodput[0]) if best else 1.0
+        if self.gain < self._least_gain:
+            self.gain = 1.0
             return Shape(0, shape.drafts_per_layer)
         choice, last = divmod(best - 1, depth)
         self._foreseen = foreseen[:, choice, : last + 1]
@@ -228,10 +273,13 @@ class ProspectPlanner(Planner):
     def observe(self, seen: Observation) -> None:
         """Learn what nodes cost, and how often layers pass. The time of a shape that runs for the first time is not
         used."""
-        rows, shape = len(seen.requests), seen.shape
+        rows, shape, seconds = len(seen.requests), seen.shape, sum(seen.seconds.values()) - seen.looked_up_s
         if seen.steady and (rows, shape) in self._has_run:
-            self._times.add(rows * shape.nodes(self._beams), sum(seen.seconds.values()))
+            self.time(rows, shape, seconds)
         self._has_run.add((rows, shape))
+        plain_s = self._times.seconds(rows * self._beams)
+        passed = sum(layer.passed for counters in seen.layers for layer in counters) / max(1, rows)
+        self.pay(seen, (1 + passed) * plain_s - seconds if shape.depth and plain_s else 0.0)
         assert self._all.counts is not None
         self._all.counts *= FORGOTTEN  # so that what did not pass is tried again
         if not shape.depth:
@@ -247,6 +295,10 @@ class ProspectPlanner(Planner):
             sums = (sums[0] + expected, sums[1] + passed) if sums else (expected, passed)
         if sums:
             self._all.add(*sums, 1)
+
+    def time(self, rows: int, shape: Shape, seconds: float) -> None:
+        """Learn what an iteration of as many nodes takes, without a draft model."""
+        self._times.add(rows * shape.nodes(self._beams), seconds)
 
     def out_of_memory(self, shape: Shape | None, rows: int) -> bool:
         """Exclude all shapes of as many nodes, except the roots alone."""
@@ -267,6 +319,10 @@ class AdaptivePlanner(Planner):
 
     With one beam drafts are tried at once. With several a draft model seldom pays, so a run of a few answers would lose
     what trying costs: the first try waits until PROBE_SHARE of the time pays for it, too.
+
+    Attributes:
+        gain: steps per second of the shape that was chosen last, as expected, by those without drafts; infinite where
+            the shape is to be timed.
     """
 
     def __init__(self, method: MethodConfig, *, gated: bool = False, draft_share: float = 0.0) -> None:
@@ -301,9 +357,11 @@ class AdaptivePlanner(Planner):
         self._untimed, self._tries = [self._plain] if waits else [first, self._plain], 0
         self._probe_budget_s, self._probes, self._probing = 0.0, 0, False
         self._idle = 0  # iterations since the last one with drafts
+        self.gain = 1.0
 
     def choose(self, requests: Sequence[Acceptance], reading: DraftWork = NOTHING) -> Shape:
         """Return the shape of the most expected steps per second, or one that is to be timed."""
+        self.gain = 1.0
         if self._idle % WEIGHED_EVERY and not self._untimed:
             return self._plain
         rows, life = len(requests), self._lengths.now()
@@ -320,13 +378,14 @@ class AdaptivePlanner(Planner):
                 return self._plain
             self._untimed, self._waiting, self._probing = [self._waiting], None, True
         elif not self._untimed and now < math.inf:
-            most_layers, most, _ = self._shapes[-1]
+            most_layers, most = self._shapes[-1][:2]
             # every other probe is a layer deeper
             probe = Shape(min(max(1, self._now.depth + self._probes % 2), most_layers), most)
             price = seconds[self._index[probe]] + draft_backlog + reading.unread * per_token - now
             if self._probe_budget_s >= max(price, PROBE_EVERY * PROBE_SHARE * now):
                 self._untimed, self._probing, self._probes = [probe], True, self._probes + 1
         if self._untimed:
+            self.gain = math.inf
             return self._untimed[-1]
         # the cost of catching up is spread over the iterations to come, and so is that of reading each prompt
         spread = draft_backlog / min(FIRST_LIFE, life) + (reading.unread + reading.prompts) * per_token / life
@@ -335,6 +394,7 @@ class AdaptivePlanner(Planner):
         best = int(goodput.argmax())
         if goodput[best] > SWITCH_FACTOR * goodput[self._index[self._now]]:
             self._now = self._shapes[best]
+        self.gain = float(goodput[self._index[self._now]] / goodput[0])
         return self._now
 
     def gate(self, shape: Shape, rows: Sequence[int]) -> Gate | None:
@@ -404,11 +464,61 @@ class AdaptivePlanner(Planner):
         return seconds
 
 
+class LookUpsFirst(Planner):
+    """Planner for a draft model and a second drafter that foresees which layers will pass. Where its look-ups promise
+    more steps per second than drafts of the model, they are the whole forest, and the model rests."""
+
+    def __init__(self, method: MethodConfig, model: AdaptivePlanner) -> None:
+        """model: chooses where the draft model drafts."""
+        super().__init__(method)
+        self._model, self._look_ups = model, ProspectPlanner(method)
+
+    def choose(self, requests: Sequence[Acceptance], reading: DraftWork = NOTHING) -> Shape:
+        """Return the shape that is best for the draft model."""
+        self._look_ups.choose(requests)
+        self.foresees = self._look_ups.foresees
+        return self._model.choose(requests, reading)
+
+    def cut(self, shape: Shape, prospects: Prospects, requests: Sequence[Acceptance]) -> Shape:
+        """Return this shape, or that of look-ups where they promise more."""
+        look_ups = self._look_ups.cut(shape, prospects, [request.look_ups() for request in requests])
+        better = look_ups.depth > 0 and self._look_ups.gain > self._model.gain
+        return look_ups._replace(looked_up=True) if better else shape
+
+    def gate(self, shape: Shape, rows: Sequence[int]) -> Gate | None:
+        """Return the gate of the draft model."""
+        return None if shape.looked_up else self._model.gate(shape, rows)
+
+    def observe(self, seen: Observation) -> None:
+        """Learn from an iteration. To the planner of the model look-ups are an iteration without drafts that cannot be
+        timed."""
+        if seen.shape.looked_up:
+            own = [request.look_ups() for request in seen.requests]
+            self._look_ups.observe(replace(seen, requests=own))
+            plain = Shape(0, seen.shape.drafts_per_layer)
+            self._model.observe(replace(seen, shape=plain, layers=[() for _ in own], steady=False))
+            return
+        seconds = seen.seconds | {"draft": seen.seconds["draft"] - seen.looked_up_s}
+        self._model.observe(replace(seen, seconds=seconds))
+        self._look_ups.pay(seen)
+        if seen.steady:
+            ran = seen.shape._replace(depth=len(seen.layers[0]) if seen.layers else 0)
+            self._look_ups.time(len(seen.requests), ran, seen.seconds["target"] + seen.seconds["verify"])
+
+    def out_of_memory(self, shape: Shape | None, rows: int) -> bool:
+        """Exclude all shapes of as many nodes, except the roots alone."""
+        self._look_ups.out_of_memory(shape, rows)
+        return self._model.out_of_memory(shape, rows)
+
+
 def planner_for(method: MethodConfig, *, gated: bool = False, draft_share: float = 0.0) -> Planner:
     """Return the planner that a method asks for. gated: an iteration can ask a gate in its middle. draft_share: see
     AdaptivePlanner."""
     if method.depth and (method.drafter == GRAMMAR or (method.drafter == SUFFIX and method.adaptive_depth)):
         return ProspectPlanner(method)
     if method.adaptive_depth and method.depth:
-        return AdaptivePlanner(method, gated=gated, draft_share=draft_share)
+        if not method.looks_up_first:
+            return AdaptivePlanner(method, gated=gated, draft_share=draft_share)
+        shallower = replace(method, depth=min(method.depth, MAX_AUTO_DEPTH))
+        return LookUpsFirst(method, AdaptivePlanner(shallower, gated=gated, draft_share=draft_share))
     return Planner(method)

@@ -19,7 +19,8 @@ from dsbd_cli.engine.planning.acceptance import FADE, Numbers
 
 UNIT_SHARE, RATIO_SHARE = 0.2, 0.1  # of the last observation in a time and in a ratio
 FORGOTTEN = 0.999  # factor on what is known of a choice, for each observation of another one
-PER_NODE, LEAST_RATIO = 1 / 32, 0.05  # assumed price of a node, and of any number of them
+FREE_NODES = 16  # nodes that are assumed to cost as much together as an iteration of as many or fewer
+LEAST_RATIO = 0.05  # of any number of nodes
 SLOPES = 32  # slopes between neighbours in time that a line is fitted to
 
 
@@ -150,10 +151,15 @@ class RelativeTimes:
         """Return whether this number of nodes was timed."""
         return nodes in self._ratios
 
+    def seconds(self, nodes: int) -> float:
+        """Return the expected seconds of this number of nodes; 0 where it was not timed."""
+        return self.unit * self._ratios.get(nodes, 0.0)
+
     def at(self, nodes: NDArray[np.int64]) -> Numbers:
         """Return the expected ratios of these numbers of nodes: between two that are known by a line, beyond them by
-        PER_NODE."""
+        FREE_NODES, or as many as an iteration had at first, if that is more."""
         known = sorted(self._ratios) or [0]
+        price = 1 / max(FREE_NODES, next(iter(self._ratios), 0))
         between = np.interp(nodes, known, [self._ratios.get(number, 1.0) for number in known])
         beyond = np.maximum(0, nodes - known[-1]) - np.maximum(0, known[0] - nodes)
-        return np.asarray((between + PER_NODE * beyond).clip(LEAST_RATIO), np.float64)
+        return np.asarray((between + price * beyond).clip(LEAST_RATIO), np.float64)

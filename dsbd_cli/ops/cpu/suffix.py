@@ -94,7 +94,8 @@ class SuffixIndex:
 
 def look_back(texts: Ids, lengths: Ids, longest: int, paths: int, depth: int) -> Continuations:
     """Return what followed in each text itself, behind places whose last tokens are most like its end, the likest
-    first. Some of these tokens may differ. texts: [B, X]. lengths: [B]. longest: tokens that are compared."""
+    first. Some of these tokens may differ. texts: [B, X], the last lengths [B] tokens of each line. longest: tokens
+    that are compared."""
     rows = len(texts)
     scores = np.array([max(1, round(LAST_SCORE * DECAY**back)) for back in range(longest)], np.int32)
     tokens, weight = np.empty((rows, paths, depth), np.int32), np.empty((rows, paths), np.float32)

@@ -7,6 +7,7 @@ beams that are counted twice, a chance that is not that of the tree.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.drafting.index import read_index
 from dsbd_cli.engine.drafting.suffix import SuffixDrafter
+from dsbd_cli.engine.planning.acceptance import Acceptance
+from dsbd_cli.engine.planning.planner import Prospects, Shape
 from dsbd_cli.errors import UsageError
 from dsbd_cli.ops.cpu.suffix import foresee
 from dsbd_cli.ops.select import suffix_index
@@ -28,6 +31,7 @@ from tests.engine.drafting.test_drafters import VOCABULARY, make_engine, request
 from tests.helpers.toys import NumberCodec
 
 SUFFIX: dict[str, Any] = {"drafter": "suffix", "depth": None}
+ALWAYS = {**SUFFIX, "depth": 4}  # drafts whatever they cost
 
 
 def answers(engine: Engine, order: Sequence[int] = range(12)) -> dict[str, RequestResult]:
@@ -64,11 +68,36 @@ def test_beams_are_those_of_no_draft_in_every_order_and_batch(rule: str, beams: 
 
 def test_rows_that_are_done_are_looked_up() -> None:
     """The second half asks for what the first half has answered."""
-    stats = summed(answers(make_engine(SUFFIX, rule="search", num_beams=1, batch_size=1)))
+    stats = summed(answers(make_engine(ALWAYS, rule="search", num_beams=1, batch_size=1)))
     assert stats.drafters["suffix:rows"].accepted > 40
-    own = summed(answers(make_engine({**SUFFIX, "suffix_source": "own"}, rule="search", num_beams=1, batch_size=1)))
+    own = summed(answers(make_engine({**ALWAYS, "suffix_source": "own"}, rule="search", num_beams=1, batch_size=1)))
     assert own.target_calls > 1.3 * stats.target_calls
     assert own.drafters == {}
+
+
+@pytest.mark.parametrize("second", ["suffix", "grammar"])
+@pytest.mark.parametrize(("rule", "beams", "batch"), [("search", 1, 1), ("coupled", 3, 4), ("search", 3, 8)])
+def test_a_draft_model_rests_where_look_ups_draft(
+    second: str, rule: str, beams: int, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Iterations with the model, with look-ups and without drafts in turn. The model reads later what it has missed."""
+    plain = by_row(answers(make_engine({}, rule=rule, num_beams=beams, depth=0), range(6)))
+    engine = make_engine({"drafter": f"beam+{second}", "depth": None}, rule=rule, num_beams=beams, batch_size=batch)
+    assert (engine.method.looks_up_first, engine.method.depth) == (True, 16)
+    shapes = cycle([(2, True), (3, False), (0, False), (4, True), (1, False), (1, True), (1, True)])
+
+    def cut(shape: Shape, prospects: Prospects, requests: Sequence[Acceptance]) -> Shape:
+        depth, looked_up = next(shapes)
+        return Shape(depth, 2 * beams, looked_up=looked_up)
+
+    monkeypatch.setattr(engine._planner, "cut", cut)
+    monkeypatch.setattr(engine._planner, "observe", lambda seen: None)
+    results = answers(engine)
+    stats = summed(results)
+    assert by_row(results) == plain
+    assert 0 < stats.draft_calls < 1.2 * stats.target_calls
+    assert stats.drafters["beam"].accepted > 10
+    assert (stats.drafters[second].accepted > 20) == (second == "suffix")  # no row has a grammar
 
 
 def test_counts_of_sources_add_up() -> None:
@@ -87,7 +116,7 @@ def test_other_rows_are_not_looked_up_where_a_text_may_depend_on_drafts() -> Non
 
 def test_a_cache_goes_from_run_to_run(tmp_path: Path) -> None:
     path = tmp_path / "rows"
-    method = {**SUFFIX, "suffix_cache": str(path), "rule": "search", "num_beams": 1}
+    method = {**ALWAYS, "suffix_cache": str(path), "rule": "search", "num_beams": 1}
     cold = summed(answers(make_engine(method, batch_size=1), range(6)))
     held = read_index(path, NumberCodec(VOCABULARY).token_bytes())
     assert (held == -1).sum() >= 6

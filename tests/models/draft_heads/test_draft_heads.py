@@ -4,7 +4,7 @@ not depend on the head."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import cycle, islice
@@ -25,7 +25,8 @@ from dsbd_cli.engine.core.forest import Forest
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.drafting.base import DraftContext
 from dsbd_cli.engine.iteration.observer import Observer
-from dsbd_cli.engine.planning.planner import Shape
+from dsbd_cli.engine.planning.acceptance import Acceptance
+from dsbd_cli.engine.planning.planner import Prospects, Shape
 from dsbd_cli.engine.protocols import DraftHeadModel, ForestInput
 from dsbd_cli.models.checkpoints.checkpoint import Checkpoint, open_pair
 from dsbd_cli.models.decoder.decoder_model import DecoderForestModel
@@ -139,7 +140,7 @@ class Watch(Observer):
                 self.passed.add((depth, text[1] - before[1] - 1))
             self.before[row] = text, forest.depth
         laws = list(self.logits)
-        assert len(laws) == forest.layers_run
+        assert len(laws) == (0 if context.looked_up else forest.layers_run)
         for depth, law in enumerate(laws):
             nodes = forest.layers[depth]
             layer_law = law[:, -nodes.token.shape[1] :]
@@ -257,6 +258,36 @@ def test_states_and_laws_are_those_of_a_formula(
     watch = watched(loaded(form), rule, beams, depths, monkeypatch)
     assert watch.worst[0] <= 1e-5, "states"
     assert watch.worst[1] <= 1e-5, "laws"
+
+
+@pytest.mark.parametrize(("form", "rule", "beams"), [("speculators", "search", 3), ("qwen", "coupled", 1)])
+def test_states_and_laws_after_look_ups(
+    form: str, rule: str, beams: int, loaded: Loads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second drafter drafts some iterations alone, of texts that it knows from an earlier run. The head rests, and
+    must count none of their nodes as run."""
+    pair, head, formula = loaded(form)
+    guide = guide_of(pair.target.name)
+    plain, watch = answers(engine_of(pair.target, None, rule, beams)), Watch(head, formula)
+    follow(head, guide, watch, monkeypatch)
+    engine = engine_of(pair.target, head, rule, beams, drafter="beam+suffix", adaptive_depth=True)
+    shapes = cycle([(3, True), (2, False), (0, False), (2, True), (3, False), (1, True), (1, True)])
+
+    def cut(shape: Shape, prospects: Prospects, requests: Sequence[Acceptance]) -> Shape:
+        depth, looked_up = next(shapes)
+        return Shape(depth, shape.drafts_per_layer, looked_up=looked_up)
+
+    monkeypatch.setattr(engine._planner, "cut", cut)
+    monkeypatch.setattr(engine._planner, "observe", lambda seen: None)
+    assert answers(engine) == plain
+    watch.logits.clear()
+    engine.observe(watch)
+    results = list(engine.run(requests(6, rule)))
+    assert [[(beam.token_ids, beam.logprob) for beam in result.hypotheses] for result in results] == plain
+    assert watch.worst[0] <= 1e-5, "states"
+    assert watch.worst[1] <= 1e-5, "laws"
+    assert min(watch.counted) > 20
+    assert sum(result.stats.drafters["suffix"].accepted for result in results) > 20
 
 
 @pytest.mark.parametrize("form", ["speculators", "qwen"])

@@ -165,7 +165,7 @@ def test_a_look_back_is_the_comparison_of_tensors(longest: int) -> None:
         text = [draw.randint(0, 3) for _ in range(length)]
         padded = [*text, *[NO_TOKEN] * 3]
         rank, start = match_scores(torch.tensor([[padded]]), torch.tensor([length]), longest).topk(min(4, length), 2)
-        found = look_back(np.array([padded], np.int32), np.array([length], np.int32), longest, 4, 5)
+        found = look_back(np.array([[*[NO_TOKEN] * 3, *text]], np.int32), np.array([length], np.int32), longest, 4, 5)
         expected = [
             [text[place + step % (length - place)] for step in range(5)]
             for worth, place in zip(rank[0, 0].tolist(), start[0, 0].tolist(), strict=True)

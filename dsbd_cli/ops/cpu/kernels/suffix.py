@@ -158,19 +158,20 @@ def look_up(tokens, before, heads, end, texts, longest, paths, weight, match):
 def look_back(texts, lengths, scores, paths, weight, match):
     """Write what followed in each text itself behind places whose last tokens are most like its end.
 
-    texts: [B, X]; lengths: [B]. scores: [n], of an equal last token and of those before it. paths, weight, match: as
-    for `look_up`, but paths may be equal. A path that reaches the end goes on from its own beginning, because the text
-    has repeated itself so far. Of equal places the later one comes first.
+    texts: [B, X], the last lengths [B] tokens of each line. scores: [n], of an equal last token and of those before it.
+    paths, weight, match: as for `look_up`, but paths may be equal. A path that reaches the end goes on from its own
+    beginning, because the text has repeated itself so far. Of equal places the later one comes first.
     """
     room, depth = paths.shape[1], paths.shape[2]
     best, starts = np.empty(room, np.int64), np.empty(room, np.int64)
     inverse = 1 / math.log(DECAY)
     for b in range(len(texts)):
         length, held = lengths[b], 0
+        text = texts[b, texts.shape[1] - length :]
         for start in range(length - 1, 0, -1):
             score = 0
             for back in range(1, min(len(scores), start) + 1):
-                if texts[b, start - back] == texts[b, length - back]:
+                if text[start - back] == text[length - back]:
                     score += scores[back - 1]
             if score == 0 or (held == room and score <= best[room - 1]):
                 continue
@@ -190,7 +191,7 @@ def look_back(texts, lengths, scores, paths, weight, match):
             match[b] = max(match[b], types.float32(alike))
             period = length - starts[place]
             for step in range(depth):
-                paths[b, place, step] = texts[b, starts[place] + step % period]
+                paths[b, place, step] = text[starts[place] + step % period]
 
 
 @compiled(types.void(_I2, _F1, types.float32, types.float32, _I1, _F2))
