@@ -125,14 +125,18 @@ def variants(base: Engine, name: str, beams: int, options: argparse.Namespace) -
     for drafter in options.drafters:
         if drafter not in methods:
             methods[drafter] = MethodConfig(rule="search", num_beams=beams, drafter=drafter, **shape)
-    return {drafter: Variant(base.replace(method=method)) for drafter, method in methods.items()}
+    return {
+        drafter: Variant(base.replace(method=method, draft=base.draft if method.needs_draft else None))
+        for drafter, method in methods.items()
+    }
 
 
 def compare(base: Engine, name: str, beams: int, options: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
     """Return a table of all variants on one job, and a line for each."""
     every, prompts, size = variants(base, name, beams, options), requests(name, beams, options), options.batch_size
     for drafter, variant in every.items():
-        if (before := JOBS[name].before) and KEEPS_ROWS in variant.engine.method.drafter_names:
+        before = JOBS[name].before
+        if before is not None and KEEPS_ROWS in variant.engine.method.drafter_names:
             variant.answer(requests(before, beams, options))
         variant.answer(prompts[:1])
         every[drafter] = Variant(variant.engine)
@@ -169,6 +173,7 @@ def arguments() -> argparse.ArgumentParser:
     """Return the options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="models/qwen2.5-coder-1.5b-instruct")
+    parser.add_argument("--draft", help="for drafters that run a model, as beam+suffix")
     parser.add_argument("--quantize", choices=["int8"])
     parser.add_argument("--num-beams", type=numbers, default=[1, 4], metavar="W,W")
     parser.add_argument("--jobs", type=jobs, default=list(JOBS), metavar="JOB,JOB", help=f"of {', '.join(JOBS)}")
@@ -188,8 +193,9 @@ def main() -> None:
     """Measure, and write the report."""
     options = arguments().parse_args()
     target = ModelSpec(options.target, dtype="bfloat16", quantize=options.quantize)
-    method = MethodConfig(rule="search", num_beams=max(options.num_beams), depth=0)
-    base = load(target, None, method=method, batch_size=options.batch_size)
+    draft = options.draft and ModelSpec(options.draft, "draft", dtype="bfloat16", quantize=options.quantize)
+    method = MethodConfig(rule="search", num_beams=max(options.num_beams), depth=1 if draft else 0)
+    base = load(target, draft, method=method, batch_size=options.batch_size)
     parts, runs = [], []
     for beams in options.num_beams:
         for name in options.jobs:

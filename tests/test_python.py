@@ -215,11 +215,11 @@ def test_contradictions_are_told_before_the_weights_are_loaded(monkeypatch: pyte
 
 
 def test_without_a_draft_a_method_that_asks_for_none_looks_up_or_is_plain_decoding() -> None:
-    """With one beam, where the text cannot depend on drafts, and the host may read in an iteration."""
-    engine = dsbd_cli.load(draft=None, method=MethodConfig(num_beams=1))
-    assert engine.method == MethodConfig(num_beams=1, drafter="suffix")
+    """Where the text cannot depend on drafts, and the host may read in an iteration."""
+    engine = dsbd_cli.load(draft=None, method=MethodConfig(num_beams=3))
+    assert engine.method == MethodConfig(num_beams=3, drafter="suffix")
     target, _ = table_pair(1, 12, 0.5)
-    for rule, settings in (("rejection", {}), ("coupled", {"num_beams": 2}), ("search", {"depth": 0})):
+    for rule, settings in (("rejection", {}), ("coupled", {"memory_saving": True}), ("search", {"depth": 0})):
         plain = Engine(target, None, NumberCodec(12), MethodConfig(rule=rule, **settings))
         assert plain.method == MethodConfig(rule=rule, **{**settings, "depth": 0})
     greedy = MethodConfig(rule="search", num_beams=1)

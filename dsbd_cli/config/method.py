@@ -283,7 +283,7 @@ class MethodConfig:
         if self._asks_for_draft is not None:
             asks = f"{self._asks_for_draft} is {getattr(self, self._asks_for_draft)}"
             raise UsageError(f"draft is None, but {asks}, which needs a draft model: give one, or drafter {SUFFIX}")
-        if self.adaptive_depth and not self.dynamic and self.num_beams == 1:  # several beams seldom gain
+        if self.adaptive_depth and not self.dynamic:
             looks_up = replace(self, drafter=SUFFIX, depth=None, adaptive_depth=None)  # type: ignore[arg-type]
             object.__setattr__(looks_up, "_assumed", True)
             return looks_up

@@ -66,7 +66,7 @@ def test_without_a_draft_the_grammar_drafts(dsbd: Dsbd, files: Path, decode: str
     call = dsbd("generate", *grammar, lines=[{"prompt": "a"}]).loads[-1]
     assert (call["method"].drafter, call["draft"]) == ("grammar", None)  # type: ignore[attr-defined]
     call = dsbd("generate", *grammar[2:], lines=[{"prompt": "a"}]).loads[-1]
-    assert call["method"].depth == 0  # type: ignore[attr-defined]
+    assert call["method"].drafter == "suffix"  # type: ignore[attr-defined]
 
 
 def test_a_rule_that_takes_no_such_drafts_decodes_plainly(dsbd: Dsbd) -> None:

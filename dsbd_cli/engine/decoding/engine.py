@@ -103,8 +103,10 @@ class Engine:
         check_engine_options(method, batch_size, on_too_long, log_steps, cuda_graphs, kernels)
         name = None if draft is None else (info.draft if info is not None else None) or type(draft).__name__
         self.method = (method or MethodConfig()).fit_draft(name)
-        if self.method.assumed and not (target.invariant and host_reads(target.device) and suffix_missing() is None):
-            self.method, info = self.method.without_drafts(), info and replace(info, drafts=False)
+        serves = target.invariant and host_reads(target.device) and suffix_missing() is None
+        info = info and replace(info, drafts=serves or not self.method.assumed)
+        if self.method.assumed and not serves:
+            self.method = self.method.without_drafts()
         if batch_size is not None and batch_size < 1:
             message = f"batch_size is {batch_size}, but must be 1 or more"
             raise UsageError(message, field="batch_size", value=batch_size, expected="1 or more")

@@ -80,8 +80,8 @@ class FusionDrafter(Drafter):
         self.calls = 0
         if context.looked_up:
             forest = self._second.propose(context)
-            for layer in forest.layers[1:]:
-                layer.drafter_id.fill_(SECOND)
+            for drafted in forest.layers[1:]:
+                drafted.drafter_id.fill_(SECOND)
             return forest
         forest = Forest(context.buffer)
         if context.depth == 0:
