@@ -42,6 +42,7 @@ MAX_AUTO_DEPTH = 8  # where the depth is adaptive
 MAX_CERTAIN_DEPTH = 16  # where the drafter knows which layers pass
 DEFAULT_DRAFTS = 8
 SPARE_DRAFTS = 32  # default drafts of a layer beyond the number of beams, at most
+MOST_LOOKED_UP = 4  # beams, where nothing is asked: with so many look-ups were measured to cost nothing
 MOST_DRAFTED = 512  # nodes of all layers, where no depth is given
 
 DERIVED = ("depth", "adaptive_depth", "width", "drafts_per_layer")  # settings whose default follows from others
@@ -282,8 +283,9 @@ class MethodConfig:
             raise UsageError(f"draft is None, but {asks} a draft model: give one")
         if self._asks_for_draft is not None:
             asks = f"{self._asks_for_draft} is {getattr(self, self._asks_for_draft)}"
-            raise UsageError(f"draft is None, but {asks}, which needs a draft model: give one, or drafter {SUFFIX}")
-        if self.adaptive_depth and not self.dynamic:
+            other = "drop it" if self._asks_for_draft == "width" else f"drafter {SUFFIX}"
+            raise UsageError(f"draft is None, but {asks}, which needs a draft model: give one, or {other}")
+        if self.adaptive_depth and not self.dynamic and self.num_beams <= MOST_LOOKED_UP:
             looks_up = replace(self, drafter=SUFFIX, depth=None, adaptive_depth=None)  # type: ignore[arg-type]
             object.__setattr__(looks_up, "_assumed", True)
             return looks_up

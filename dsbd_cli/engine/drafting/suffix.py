@@ -22,6 +22,7 @@ from torch import Tensor
 from dsbd_cli.config.variants import INDEX, OWN_TEXT, SUFFIX_CACHE, SUFFIX_CONTEXT, SUFFIX_MEMORY, SUFFIX_SOURCE
 from dsbd_cli.engine.constraints.legal import NO_TOKEN
 from dsbd_cli.engine.core.beams import Beams
+from dsbd_cli.engine.core.candidates import Candidates
 from dsbd_cli.engine.core.forest import Forest
 from dsbd_cli.engine.core.report import SOURCE_BITS
 from dsbd_cli.engine.core.topk import NEG_INF
@@ -181,6 +182,16 @@ class SuffixDrafter(RecallDrafter):
                 best = source[weight.argmax(-1)]
                 made.drafter_id.copy_(torch.where(known & (best > 0), 1 << (SOURCE_BITS * best), 0))
         return forest
+
+    def learn(self, forest: Forest, candidates: Candidates) -> None:
+        """Keep the target's candidates for the next iteration, and forget the streams of this one."""
+        self._ahead = None
+        super().learn(forest, candidates)
+
+    def release(self) -> None:
+        """Forget what is remembered."""
+        self._ahead = None
+        super().release()
 
     def row_ended(self, prompt: Sequence[int], texts: Sequence[Sequence[int]]) -> None:
         """Insert a row that is done into the history: its prompt from where it differs from the one before, with the

@@ -37,6 +37,7 @@ FIRST_LOOK_UPS = 8  # that are made whatever they cost
 LOOK_UP_SHARE, SHARE_OF_SEVERAL = 0.015, 0.005  # of all time that they may take, with one beam and with several
 SAVED_SHARE = 0.1  # of what look-ups have saved that further ones may take
 MOST_LOOK_UPS = 64  # that may be saved for later
+MOST_PRICE = 4.0  # of a look-up, in usual ones: something else has taken the time beyond
 SEVERAL_BEAMS = 0.55  # power of the product of the chances of several beams that is the chance of all
 TRIES = 8  # iterations after which a shape that is to be timed is given up without a usable time
 
@@ -198,9 +199,10 @@ class ProspectPlanner(Planner):
         gain: steps per second of the shape that `cut` returned last, as expected, by those without drafts.
     """
 
-    def __init__(self, method: MethodConfig) -> None:
+    def __init__(self, method: MethodConfig, *, alone: bool = True) -> None:
+        """alone: there is no draft model, so an iteration without look-ups has no drafts."""
         super().__init__(method)
-        self._beams, self._times = method.num_beams, RelativeTimes()
+        self._alone, self._beams, self._times = alone, method.num_beams, RelativeTimes()
         # the beams of a row go on alike, so more of their layers pass than if each had a chance of its own
         one = method.num_beams == 1
         self._exponent, self._least_gain = (1.0, LEAST_GAIN) if one else (SEVERAL_BEAMS, LEAST_OF_SEVERAL)
@@ -223,19 +225,24 @@ class ProspectPlanner(Planner):
 
     def pay(self, seen: Observation, saved_s: float = 0.0) -> None:
         """Count what look-ups cost and save. saved_s: by an iteration that drafted them."""
+        assert self._all.counts is not None
+        self._all.counts *= FORGOTTEN  # so that what did not pass is tried again
         self._goes_on = saved_s > 0
         if self.foresees:
             self._look_ups += 1
-            self._look_up_s += (
-                UNIT_SHARE * (seen.looked_up_s - self._look_up_s) if self._look_up_s else seen.looked_up_s
-            )
+            usual_s = self._look_up_s or seen.looked_up_s
+            price_s = min(seen.looked_up_s, MOST_PRICE * usual_s)
+            self._look_up_s = usual_s + UNIT_SHARE * (price_s - usual_s)
+            self._budget_s = max(self._budget_s - price_s, -FIRST_LOOK_UPS * self._look_up_s)
         earned_s = self._share * sum(seen.seconds.values()) + SAVED_SHARE * max(0.0, saved_s)
-        self._budget_s = min(self._budget_s + earned_s - seen.looked_up_s, MOST_LOOK_UPS * self._look_up_s)
+        self._budget_s = min(self._budget_s + earned_s, MOST_LOOK_UPS * self._look_up_s)
 
     def cut(self, shape: Shape, prospects: Prospects, requests: Sequence[Acceptance]) -> Shape:
         """Return the shape of the most expected steps per second."""
         rows, depth, chances = len(requests), prospects.chances.shape[2], prospects.chances
-        if self._drafted >= TRIES and not self._times.knows(rows * self._beams):  # what drafts cost, by none
+        if (
+            self._alone and self._drafted >= TRIES and not self._times.knows(rows * self._beams)
+        ):  # what drafts cost, by none
             self.gain = 1.0
             return Shape(0, shape.drafts_per_layer)
         above = np.concatenate((np.ones_like(chances[..., :1]), chances[..., :-1]), 2)
@@ -247,6 +254,7 @@ class ProspectPlanner(Planner):
         nodes = rows * np.concatenate(([self._beams], (self._beams + counts * layers).ravel()))
         steps = np.concatenate(([rows], steps.ravel()))
         goodput = np.where(nodes <= self._most_nodes, steps / self._times.at(nodes), 0.0)
+        goodput[1:][steps[1:] <= rows] = 0.0  # nothing is drafted there
         best = int(goodput.argmax())
         self.gain = float(goodput[best] / goodput[0]) if best else 1.0
         if self.gain < self._least_gain:
@@ -274,14 +282,10 @@ class ProspectPlanner(Planner):
         """Learn what nodes cost, and how often layers pass. The time of a shape that runs for the first time is not
         used."""
         rows, shape, seconds = len(seen.requests), seen.shape, sum(seen.seconds.values()) - seen.looked_up_s
-        if seen.steady and (rows, shape) in self._has_run:
-            self.time(rows, shape, seconds)
-        self._has_run.add((rows, shape))
-        plain_s = self._times.seconds(rows * self._beams)
+        self.time(rows, shape, seconds, steady=seen.steady)
+        plain_s = self._times.unit * float(self._times.at(np.array([rows * self._beams]))[0])
         passed = sum(layer.passed for counters in seen.layers for layer in counters) / max(1, rows)
         self.pay(seen, (1 + passed) * plain_s - seconds if shape.depth and plain_s else 0.0)
-        assert self._all.counts is not None
-        self._all.counts *= FORGOTTEN  # so that what did not pass is tried again
         if not shape.depth:
             return
         self._drafted += 1
@@ -296,9 +300,12 @@ class ProspectPlanner(Planner):
         if sums:
             self._all.add(*sums, 1)
 
-    def time(self, rows: int, shape: Shape, seconds: float) -> None:
-        """Learn what an iteration of as many nodes takes, without a draft model."""
-        self._times.add(rows * shape.nodes(self._beams), seconds)
+    def time(self, rows: int, shape: Shape, seconds: float, *, steady: bool) -> None:
+        """Learn what an iteration of as many nodes takes, without a draft model. The time of a shape that runs for the
+        first time, or that is not steady, is not used."""
+        if steady and (rows, shape) in self._has_run:
+            self._times.add(rows * shape.nodes(self._beams), seconds)
+        self._has_run.add((rows, shape))
 
     def out_of_memory(self, shape: Shape | None, rows: int) -> bool:
         """Exclude all shapes of as many nodes, except the roots alone."""
@@ -401,11 +408,11 @@ class AdaptivePlanner(Planner):
         """Return what decides during an iteration of this shape which layers go to the target."""
         return Gate(shape.least_confidence, rows) if self._gated and shape.depth else None
 
-    def observe(self, seen: Observation) -> None:
+    def observe(self, seen: Observation, *, rested: bool = False) -> None:
         """Learn from an iteration. A shape that runs for the first time allocates memory and fills caches, so its time
-        is not used."""
+        is not used. rested: another planner chose the iteration."""
         shape, layers, seconds, reading = seen.shape, seen.layers, seen.seconds, seen.reading
-        rows, self._idle = len(seen.requests), 0 if shape.depth else self._idle + 1
+        rows, self._idle = len(seen.requests), 0 if shape.depth else self._idle + (not rested)
         self._lengths.see(seen.requests)
         confidences = (seen.gate and seen.gate.confidences) or None  # without confidences all layers go to the target
         self._rates.count(seen.requests, layers, shape.drafts_per_layer, shape.least_confidence, confidences)
@@ -471,7 +478,7 @@ class LookUpsFirst(Planner):
     def __init__(self, method: MethodConfig, model: AdaptivePlanner) -> None:
         """model: chooses where the draft model drafts."""
         super().__init__(method)
-        self._model, self._look_ups = model, ProspectPlanner(method)
+        self._model, self._look_ups = model, ProspectPlanner(method, alone=False)
 
     def choose(self, requests: Sequence[Acceptance], reading: DraftWork = NOTHING) -> Shape:
         """Return the shape that is best for the draft model."""
@@ -496,14 +503,14 @@ class LookUpsFirst(Planner):
             own = [request.look_ups() for request in seen.requests]
             self._look_ups.observe(replace(seen, requests=own))
             plain = Shape(0, seen.shape.drafts_per_layer)
-            self._model.observe(replace(seen, shape=plain, layers=[() for _ in own], steady=False))
+            self._model.observe(replace(seen, shape=plain, layers=[() for _ in own], steady=False), rested=True)
             return
         seconds = seen.seconds | {"draft": seen.seconds["draft"] - seen.looked_up_s}
         self._model.observe(replace(seen, seconds=seconds))
         self._look_ups.pay(seen)
-        if seen.steady:
-            ran = seen.shape._replace(depth=len(seen.layers[0]) if seen.layers else 0)
-            self._look_ups.time(len(seen.requests), ran, seen.seconds["target"] + seen.seconds["verify"])
+        ran = seen.shape._replace(depth=len(seen.layers[0]) if seen.layers else 0)
+        taken = seen.seconds["target"] + seen.seconds["verify"]
+        self._look_ups.time(len(seen.requests), ran, taken, steady=seen.steady)
 
     def out_of_memory(self, shape: Shape | None, rows: int) -> bool:
         """Exclude all shapes of as many nodes, except the roots alone."""

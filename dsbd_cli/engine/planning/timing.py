@@ -151,10 +151,6 @@ class RelativeTimes:
         """Return whether this number of nodes was timed."""
         return nodes in self._ratios
 
-    def seconds(self, nodes: int) -> float:
-        """Return the expected seconds of this number of nodes; 0 where it was not timed."""
-        return self.unit * self._ratios.get(nodes, 0.0)
-
     def at(self, nodes: NDArray[np.int64]) -> Numbers:
         """Return the expected ratios of these numbers of nodes: between two that are known by a line, beyond them by
         FREE_NODES, or as many as an iteration had at first, if that is more."""

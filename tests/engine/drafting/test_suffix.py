@@ -21,7 +21,7 @@ from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.drafting.index import read_index
 from dsbd_cli.engine.drafting.suffix import SuffixDrafter
 from dsbd_cli.engine.planning.acceptance import Acceptance
-from dsbd_cli.engine.planning.planner import Prospects, Shape
+from dsbd_cli.engine.planning.planner import DraftWork, Prospects, Shape
 from dsbd_cli.errors import UsageError
 from dsbd_cli.ops.cpu.suffix import foresee
 from dsbd_cli.ops.select import suffix_index
@@ -98,6 +98,25 @@ def test_a_draft_model_rests_where_look_ups_draft(
     assert 0 < stats.draft_calls < 1.2 * stats.target_calls
     assert stats.drafters["beam"].accepted > 10
     assert (stats.drafters[second].accepted > 20) == (second == "suffix")  # no row has a grammar
+
+
+def test_streams_of_an_iteration_are_not_those_of_a_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look-ups are foreseen and not drafted, rows end, and then the model drafts with look-ups beside it."""
+    method = {"rule": "search", "num_beams": 3}
+    plain = by_row(answers(make_engine({}, depth=0, **method), range(6)))
+    engine = make_engine({"drafter": "beam+suffix", "depth": None}, batch_size=4, **method)
+    turns = cycle([True, True, False])
+
+    def choose(requests: Sequence[Acceptance], reading: DraftWork) -> Shape:
+        engine._planner.foresees = next(turns)
+        return Shape(0 if engine._planner.foresees else 2, 6)
+
+    monkeypatch.setattr(engine._planner, "choose", choose)
+    monkeypatch.setattr(engine._planner, "cut", lambda shape, prospects, requests: shape)
+    monkeypatch.setattr(engine._planner, "observe", lambda seen: None)
+    assert by_row(answers(engine)) == plain
+    drafter: Any = engine._drafter
+    assert drafter._second._ahead is None
 
 
 def test_counts_of_sources_add_up() -> None:

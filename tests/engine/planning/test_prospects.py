@@ -12,7 +12,16 @@ import pytest
 from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.engine.core.report import LayerCounters
 from dsbd_cli.engine.planning.acceptance import Acceptance
-from dsbd_cli.engine.planning.planner import LookUpsFirst, Observation, ProspectPlanner, Prospects, Shape, planner_for
+from dsbd_cli.engine.planning.planner import (
+    FIRST_LOOK_UPS,
+    LOOK_UP_SHARE,
+    LookUpsFirst,
+    Observation,
+    ProspectPlanner,
+    Prospects,
+    Shape,
+    planner_for,
+)
 from dsbd_cli.engine.planning.timing import RelativeTimes
 
 MOST = Shape(4, 2)
@@ -76,6 +85,34 @@ def test_nothing_is_foreseen_of_no_rows_and_what_does_not_fit_is_left_out() -> N
     assert not planner.out_of_memory(Shape(0, 2), 1)
 
 
+def looks(planner: ProspectPlanner, passes: bool, price_s: float, times: int) -> int:
+    """Iterations of one row whose look-ups take so long, where the rest takes a second. Return how many were made."""
+    request, made = Acceptance(), 0
+    for _ in range(times):
+        shape = planner.choose([request])
+        if planner.foresees:
+            shape = planner.cut(shape, foreseen(0.9 if passes else 0.0), [request])
+            made += 1
+        layers = [LayerCounters(1, 1, 1, 1, 1, 1)] * shape.depth
+        looked_up_s = price_s if planner.foresees else 0.0
+        seconds = {"draft": looked_up_s, "target": 1 + 0.01 * shape.nodes(1), "verify": 0.0}
+        planner.observe(Observation(shape, [request], [layers], seconds, looked_up_s=looked_up_s))
+    return made
+
+
+def test_look_ups_that_find_nothing_take_a_share_of_the_time() -> None:
+    assert looks(make(), False, 0.2, 1000) < 1.2 * LOOK_UP_SHARE * 1000 / 0.2 + FIRST_LOOK_UPS
+    assert looks(make(), False, 0.001, 100) == 100
+    assert looks(make(), True, 0.2, 100) > 95
+
+
+def test_one_slow_look_up_does_not_end_them() -> None:
+    planner = make()
+    looks(planner, False, 0.001, 50)
+    looks(planner, False, 60.0, 1)
+    assert looks(planner, False, 0.001, 50) > 45
+
+
 def beside_a_model() -> LookUpsFirst:
     method = MethodConfig(rule="search", num_beams=1, drafter="beam+suffix", drafts_per_layer=2)
     planner = planner_for(method)
@@ -107,6 +144,18 @@ def test_look_ups_come_first_where_they_promise_more_than_the_model() -> None:
     assert sum(shape.depth > 0 for shape in unsure[20:]) > 35
     neither = run_iterations(beside_a_model(), 0.0, False, 60)
     assert sum(shape.depth > 0 for shape in neither[20:]) < 5
+
+
+def test_look_ups_that_promise_little_leave_the_iterations_to_the_model() -> None:
+    """After an iteration that the model rested in, it is weighed again at once."""
+    planner = beside_a_model()
+    run_iterations(planner, 0.0, True, 30)
+    sure, shapes = list[Shape](), list[Shape]()
+    for _ in range(20):
+        sure += run_iterations(planner, 1.0, True, 1)
+        shapes += run_iterations(planner, 0.55, True, 3)
+    assert sum(shape.looked_up for shape in sure) > 10
+    assert sum(shape.runs_draft for shape in shapes) > 50
 
 
 def test_the_model_is_timed_and_tried_although_look_ups_pass() -> None:
