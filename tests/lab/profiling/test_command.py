@@ -357,7 +357,11 @@ def test_the_recommended_command_is_one_that_generate_takes(method_options: Meth
 @pytest.mark.parametrize(
     ("groups", "setting", "words"),
     [
-        ((MethodOptions(num_beams=4, verify="coupled"), SamplingOptions(top_k=50, seed=0)), NO_DRAFT, "--draft none"),
+        (
+            (MethodOptions(num_beams=4, verify="coupled"), SamplingOptions(top_k=50, seed=0)),
+            NO_DRAFT,
+            "--depth 0 --draft none",
+        ),
         (
             (PairOptions(draft="builtin:draft"), DeviceOptions(dtype="auto", batch_size="8")),
             ForestSize(2, 8),
@@ -374,9 +378,13 @@ def test_the_recommended_command_is_one_that_generate_takes(method_options: Meth
         (
             (PairOptions(target="x", draft="y"), DeviceOptions(trust_remote_code="both")),
             NO_DRAFT,
-            "--target x --trust-remote-code target",
+            "--target x --trust-remote-code target --depth 0",
         ),
-        ((PairOptions(target="x", draft="y"), DeviceOptions(trust_remote_code="draft")), NO_DRAFT, "--target x"),
+        (
+            (PairOptions(target="x", draft="y"), DeviceOptions(trust_remote_code="draft")),
+            NO_DRAFT,
+            "--target x --depth 0",
+        ),
     ],
 )
 def test_the_recommended_command_leaves_defaults_out(
