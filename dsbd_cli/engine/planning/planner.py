@@ -192,8 +192,8 @@ class ProspectPlanner(Planner):
     """Planner for a drafter that foresees which layers will pass. It takes the shape of the most expected steps per
     second. The chances are corrected by how often layers of like chances passed, in all rows, and then in this one.
 
-    Look-ups take time, also where nothing repeats. So where the last iteration passed no layer, the next look-up waits
-    until a share of the time, and of what look-ups have saved so far, pays for it.
+    Look-ups take time, also where nothing repeats. So where the last iteration saved nothing, the next look-up waits
+    until a share of the time, and of what look-ups have saved so far, pays for it. The first ones are free.
 
     Attributes:
         gain: steps per second of the shape that `cut` returned last, as expected, by those without drafts.
@@ -204,8 +204,9 @@ class ProspectPlanner(Planner):
         super().__init__(method)
         self._alone, self._beams, self._times = alone, method.num_beams, RelativeTimes()
         # the beams of a row go on alike, so more of their layers pass than if each had a chance of its own
-        one = method.num_beams == 1
+        one, self._costs = method.num_beams == 1, SUFFIX in method.drafter_names  # what a grammar forces is certain
         self._exponent, self._least_gain = (1.0, LEAST_GAIN) if one else (SEVERAL_BEAMS, LEAST_OF_SEVERAL)
+        self._least_gain = self._least_gain if self._costs else 1.0
         self._share = LOOK_UP_SHARE if one else SHARE_OF_SEVERAL
         self._has_run = set[tuple[int, Shape]]()
         # foreseen and real passes by like chances, of layers of any depth
@@ -214,8 +215,7 @@ class ProspectPlanner(Planner):
         self._most_nodes = math.inf  # most nodes of all rows that fit into memory
         self._drafted = 0  # iterations with drafts
         self.gain = 1.0
-        self._costs = SUFFIX in method.drafter_names  # what a grammar forces is known at once
-        self._look_ups, self._look_up_s, self._budget_s, self._goes_on = 0, 0.0, 0.0, False
+        self._look_ups, self._look_up_s, self._budget_s, self._goes_on = 0, math.inf, 0.0, False
 
     def choose(self, requests: Sequence[Acceptance], reading: DraftWork = NOTHING) -> Shape:
         """Return the widest shape, or no drafts where a look-up is not paid for."""
@@ -228,11 +228,11 @@ class ProspectPlanner(Planner):
         assert self._all.counts is not None
         self._all.counts *= FORGOTTEN  # so that what did not pass is tried again
         self._goes_on = saved_s > 0
-        if self.foresees:
-            self._look_ups += 1
-            usual_s = self._look_up_s or seen.looked_up_s
-            price_s = min(seen.looked_up_s, MOST_PRICE * usual_s)
-            self._look_up_s = usual_s + UNIT_SHARE * (price_s - usual_s)
+        if self.foresees and self._look_ups < FIRST_LOOK_UPS:  # the first of all takes longer
+            self._look_ups, self._look_up_s = self._look_ups + 1, min(self._look_up_s, seen.looked_up_s)
+        elif self.foresees:
+            price_s = min(seen.looked_up_s, MOST_PRICE * self._look_up_s)
+            self._look_up_s += UNIT_SHARE * (price_s - self._look_up_s)
             self._budget_s = max(self._budget_s - price_s, -FIRST_LOOK_UPS * self._look_up_s)
         earned_s = self._share * sum(seen.seconds.values()) + SAVED_SHARE * max(0.0, saved_s)
         self._budget_s = min(self._budget_s + earned_s, MOST_LOOK_UPS * self._look_up_s)
@@ -240,9 +240,8 @@ class ProspectPlanner(Planner):
     def cut(self, shape: Shape, prospects: Prospects, requests: Sequence[Acceptance]) -> Shape:
         """Return the shape of the most expected steps per second."""
         rows, depth, chances = len(requests), prospects.chances.shape[2], prospects.chances
-        if (
-            self._alone and self._drafted >= TRIES and not self._times.knows(rows * self._beams)
-        ):  # what drafts cost, by none
+        if self._alone and self._drafted >= TRIES and not self._times.knows(rows * self._beams):
+            # an iteration without drafts is needed to tell what drafts cost
             self.gain = 1.0
             return Shape(0, shape.drafts_per_layer)
         above = np.concatenate((np.ones_like(chances[..., :1]), chances[..., :-1]), 2)
@@ -257,7 +256,7 @@ class ProspectPlanner(Planner):
         goodput[1:][steps[1:] <= rows] = 0.0  # nothing is drafted there
         best = int(goodput.argmax())
         self.gain = float(goodput[best] / goodput[0]) if best else 1.0
-        if self.gain < self._least_gain:
+        if best == 0 or self.gain < self._least_gain:
             self.gain = 1.0
             return Shape(0, shape.drafts_per_layer)
         choice, last = divmod(best - 1, depth)

@@ -107,6 +107,9 @@ def test_look_ups_that_find_nothing_take_a_share_of_the_time() -> None:
 
 
 def test_one_slow_look_up_does_not_end_them() -> None:
+    first = make()
+    looks(first, False, 60.0, 1)
+    assert looks(first, False, 0.001, 50) == 50
     planner = make()
     looks(planner, False, 0.001, 50)
     looks(planner, False, 60.0, 1)
